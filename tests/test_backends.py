@@ -42,9 +42,13 @@ def fake_kernels(monkeypatch):
             old.copy_(new)
         return out.output, out.membership
 
-    fake.find_unsupported = lambda dtype, device: fake.problem
+    def check_supported(dtype, device):
+        if fake.problem is not None:
+            raise ValueError(fake.problem)
+
+    fake.check_supported, fake.KernelError = check_supported, RuntimeError
     fake.tssa_triton, fake.tssa_step_triton = run, run_step
-    fake.find_kernel_problem = lambda *args, **kwargs: None  # tested in test_triton_check.py
+    fake.check_kernels = lambda *args, **kwargs: None  # tested in test_triton_check.py
     monkeypatch.setitem(sys.modules, "tost_hf.model.tssa_triton", fake)
     monkeypatch.delenv("TOST_HF_BACKEND", raising=False)
     return fake
@@ -129,6 +133,7 @@ def test_without_numba(monkeypatch):
 def test_loads_without_numba(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
     module = load_again("without_numba", "tssa_cpu")
-    assert "numba cannot be imported" in module.find_unsupported(torch.float32, "cpu")
+    with pytest.raises(ValueError, match="numba cannot be imported"):
+        module.check_supported(torch.float32, "cpu")
     assert not {"numba", "llvmlite"} & set(get_imports(tssa_cpu.__file__))  # else transformers would require them
     assert "from .tssa import" not in Path(tssa_cpu.__file__).read_text()  # tssa.py imports this file

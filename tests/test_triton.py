@@ -72,7 +72,7 @@ class TestKernels(KernelTests):
 
     @pytest.fixture(autouse=True)
     def no_self_check(self, monkeypatch):
-        monkeypatch.setattr(tssa_triton, "find_kernel_problem", lambda *args, **kwargs: None)
+        monkeypatch.setattr(tssa_triton, "check_kernels", lambda *args, **kwargs: None)
 
     @pytest.mark.parametrize("form, H, p, T", SIZES)
     def test_sizes(self, form, H, p, T):
@@ -166,12 +166,14 @@ def test_loads_without_triton(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     module = load_again("without_triton", "tssa_triton")
     assert not module.is_available()
-    assert "Triton is not installed" in module.find_unsupported(torch.float32, "cuda")
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        module.check_supported(torch.float32, "cuda")
     assert "triton" not in get_imports(tssa_triton.__file__)  # else transformers would require it for remote code
     assert "from .tssa import" not in Path(tssa_triton.__file__).read_text()  # tssa.py imports this file
 
 
 @needs_triton
 def test_unsupported_devices_and_dtypes():
-    assert (tssa_triton.find_unsupported(torch.float32, DEVICE) is None) is (INTERPRETED or ON_GPU)
-    assert "do not support torch.float64 tokens" in tssa_triton.find_unsupported(torch.float64, DEVICE)
+    for dtype in (torch.float64,) if INTERPRETED or ON_GPU else (torch.float64, torch.float32):
+        with pytest.raises(ValueError, match=f"do not support {dtype} tokens"):
+            tssa_triton.check_supported(dtype, DEVICE)

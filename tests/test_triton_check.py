@@ -47,7 +47,7 @@ class TestKernelsAreChecked:
 
     @pytest.fixture(autouse=True)
     def clear_results(self, monkeypatch):
-        monkeypatch.setattr(tssa_triton, "_problems", {})
+        monkeypatch.setattr(tssa_triton, "_check_results", {})
         monkeypatch.delenv("TOST_HF_BACKEND", raising=False)
         operator._warn_of_fallback.cache_clear()
 
@@ -64,7 +64,7 @@ class TestKernelsAreChecked:
         w = make_tokens(1, 3, 8, dtype=dtype)
         rng_state = torch.random.get_rng_state()
         with torch.inference_mode():
-            assert tssa_triton.find_kernel_problem(w, form, decay=decay, gradients=form != "step") is None
+            tssa_triton.check_kernels(w, form, decay=decay, gradients=form != "step")
         assert torch.equal(torch.random.get_rng_state(), rng_state)
 
     @pytest.mark.parametrize(
@@ -78,10 +78,8 @@ class TestKernelsAreChecked:
     )
     def test_wrong_kernels_are_detected(self, kernel, argument, form, gradients, result, monkeypatch):
         monkeypatch.setattr(tssa_triton, kernel, WrongKernel(getattr(tssa_triton, kernel), argument))
-        problem = tssa_triton.find_kernel_problem(make_tokens(1, 3, 8), form, gradients=gradients)
-        assert result in problem
-        assert "Please report" in problem
-        assert "heads 3, head_dim 8, torch.float32" in problem
+        with pytest.raises(tssa_triton.KernelError, match=rf"{result}.*Please report.*heads 3, head_dim 8, torch\.float32"):
+            tssa_triton.check_kernels(make_tokens(1, 3, 8), form, gradients=gradients)
 
     def test_falls_back_with_one_warning_or_raises(self, monkeypatch):
         monkeypatch.setattr(tssa_triton, "chunk_fwd_output_kernel", UncompilableKernel())
@@ -110,7 +108,7 @@ class TestKernelsAreChecked:
 
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
             output = checkpoint(run, w, use_reentrant=False)
-        assert len(tssa_triton._problems) == 1
+        assert len(tssa_triton._check_results) == 1
         actual, expected = (torch.autograd.grad(x.sum(), w)[0] for x in (output, run(w)))
         assert torch.equal(actual, expected)
 
@@ -123,8 +121,8 @@ class TestKernelsAreChecked:
             operator.tssa(make_tokens(1, 5, 2, 8), torch.ones(2, device=DEVICE))
 
     def test_checks_once_and_not_during_compilation(self, monkeypatch):
-        checks, find = [], tssa_triton._find_problem
-        monkeypatch.setattr(tssa_triton, "_find_problem", lambda *key: checks.append(key) or find(*key))
+        checks, run_check = [], tssa_triton._run_check
+        monkeypatch.setattr(tssa_triton, "_run_check", lambda *key: checks.append(key) or run_check(*key))
         w, temp = make_tokens(1, 5, 2, 8), torch.ones(2, device=DEVICE)
 
         def run(w):

@@ -247,7 +247,7 @@ def find_kernels(
 ) -> str | None:
     """The kernels, "numba" or "triton", that are chosen for tokens w (..., H, p) and can run; None for the reference.
 
-    `form` is "causal", "bidirectional" or "step"; the other options are those of `tssa_triton.find_kernel_problem`.
+    `form` is "causal", "bidirectional" or "step"; the other options are those of `tssa_triton.check_kernels`.
     """
     # programs contain the reference implementation, and exporters replace `max`, without which numba cannot be imported
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
@@ -262,10 +262,9 @@ def find_kernels(
         return chosen if can_run else None
     if not normalize_scores:
         return None
-    from .tssa_triton import find_kernel_problem
+    from .tssa_triton import KernelError, check_kernels
 
-    problem = find_kernel_problem(w, form, **options)
-    return chosen if problem is None or _fall_back(problem, _request_backend(backend), RuntimeError) else None
+    return chosen if _is_supported(_request_backend(backend), KernelError, check_kernels, w, form, **options) else None
 
 
 @torch.compiler.assume_constant_result
@@ -286,19 +285,22 @@ def _find_backend(requested: str, device: str, dtype: torch.dtype) -> str:
     if chosen == "torch" or (requested == "auto" and dtype == torch.float64):
         return "torch"
     if chosen == "numba":
-        from .tssa_cpu import find_unsupported
+        from .tssa_cpu import check_supported
     else:
-        from .tssa_triton import find_unsupported
-    problem = find_unsupported(dtype, device)
-    return chosen if problem is None or _fall_back(problem, requested, ValueError) else "torch"
+        from .tssa_triton import check_supported
+    return chosen if _is_supported(requested, ValueError, check_supported, dtype, device) else "torch"
 
 
-def _fall_back(problem: str, requested: str, error: type[Exception]) -> bool:
-    """Returns False, with one warning per process, as the kernels cannot run; raises if they were requested."""
-    if requested != "auto":
-        raise error(f"The TSSA backend {requested!r} cannot run: {problem}; choose 'auto' or 'torch'.")
-    _warn_of_fallback(problem)
-    return False
+def _is_supported(requested: str, error_type: type[Exception], check: Callable[..., None], *args, **options) -> bool:
+    """Whether a kernel module's `check` passes. If not, raises its `error_type` if the backend was requested, or warns once."""
+    try:
+        check(*args, **options)
+    except error_type as error:
+        if requested != "auto":
+            raise error_type(f"The TSSA backend {requested!r} cannot run: {error}; choose 'auto' or 'torch'.") from error
+        _warn_of_fallback(str(error))
+        return False
+    return True
 
 
 @functools.cache

@@ -1020,13 +1020,12 @@ convolve = _make_operator(
 # Functions that tssa.py calls -----------------------------------------------------------------------------------------
 
 
-def find_unsupported(dtype: torch.dtype, device: str) -> str | None:
-    """Why the kernels do not accept a dtype on a device type, or None."""
+def check_supported(dtype: torch.dtype, device: str) -> None:
+    """Raises a ValueError if the kernels do not support a dtype on a device type."""
     if numba is None:
-        return f'numba cannot be imported ({_import_error}): pip install "tost-hf[cpu]"'
-    if device == "cpu" and dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return None
-    return f"the numba kernels do not support {dtype} tokens on {device}"
+        raise ValueError(f'numba cannot be imported ({_import_error}): pip install "tost-hf[cpu]"')
+    if device != "cpu" or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"the numba kernels do not support {dtype} tokens on {device}")
 
 
 def tssa_cpu(
@@ -1044,7 +1043,7 @@ def tssa_cpu(
     """`tssa.tssa` with the kernels, without its checks.
 
     Args:
-        w: (B, T, H, p), of a dtype that `find_unsupported` accepts; float16 is cast.
+        w: (B, T, H, p), of a dtype that `check_supported` accepts; float16 is cast.
         temp: (H,), float32.
         bias: (T, H), (1, T, H) or (B, T, H), float32, or with `positions` (B, T) of each position, (n, H).
         mask: (B, T), bool, true at real tokens, or None.

@@ -861,7 +861,7 @@ def tssa_step_triton(
     """Causal TSSA of one new token. Not differentiable: a backward through it raises an error.
 
     Args:
-        w: (B, H, p), of a dtype and device that `find_unsupported` accepts.
+        w: (B, H, p), of a dtype and device that `check_supported` accepts.
         temp: (H,), float32.
         bias: (B, H), float32, or None.
         mask: (B,), bool, or None; padding leaves the sums unchanged.
@@ -903,14 +903,17 @@ def is_available() -> bool:
     return triton is not None
 
 
-def find_unsupported(dtype: torch.dtype, device: str) -> str | None:
-    """Why the kernels do not accept a dtype on a device type, or None; on a CPU they run under TRITON_INTERPRET=1 only."""
+class KernelError(RuntimeError):
+    """The kernels fail or are wrong on this device."""
+
+
+def check_supported(dtype: torch.dtype, device: str) -> None:
+    """Raises a ValueError if the kernels do not support a dtype on a device type; a CPU needs TRITON_INTERPRET=1."""
     if triton is None:
-        return "Triton is not installed (pip install triton)"
+        raise ValueError("Triton is not installed (pip install triton)")
     on_device = device == "cuda" or not isinstance(chunk_fwd_output_kernel, triton.JITFunction)
-    if on_device and dtype in CHECK_TOLERANCES:
-        return None
-    return f"the Triton kernels do not support {dtype} tokens on {device}"
+    if not on_device or dtype not in CHECK_TOLERANCES:
+        raise ValueError(f"the Triton kernels do not support {dtype} tokens on {device}")
 
 
 def tssa_triton(
@@ -925,7 +928,7 @@ def tssa_triton(
     """`tssa.tssa` with the kernels, without its checks.
 
     Args:
-        w: (B, T, H, p), of a dtype and device that `find_unsupported` accepts.
+        w: (B, T, H, p), of a dtype and device that `check_supported` accepts.
         temp: (H,), float32.
         bias: (T, H) or (B or 1, T, H), float32, or None; causal form only.
         mask: (B, T), bool, true at real tokens, or None.
@@ -957,11 +960,14 @@ CHECK_TOKENS = 70  # more than one chunk, and not a whole number of tiles
 CHECK_STEPS = 3
 CHECK_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # relative RMS, ten times rounding errors
 
-_problems: dict[tuple, str | None] = {}  # results of the self-checks of this process
+# error messages of this process's self-checks; None for correct kernels
+_check_results: dict[tuple, str | None] = {}
 
 
-def find_kernel_problem(w: torch.Tensor, form: str, *, decay: bool = False, gradients: bool = False) -> str | None:
-    """Checks the kernels for tokens like `w`, once per process.
+def check_kernels(w: torch.Tensor, form: str, *, decay: bool = False, gradients: bool = False) -> None:
+    """Compares the kernels with the reference for tokens like `w`, once per process.
+
+    Does nothing where they cannot run now: while a compiler traces or a CUDA graph is captured.
 
     Args:
         w: (..., H, p); only its device, dtype, H and p matter.
@@ -969,24 +975,26 @@ def find_kernel_problem(w: torch.Tensor, form: str, *, decay: bool = False, grad
         decay: whether there is a `log_decay`.
         gradients: whether to check the backward kernels as well.
 
-    Returns:
-        The end of an error message, or None if the kernels are correct or cannot be checked now: while a compiler traces or a
-        CUDA graph is captured.
+    Raises:
+        KernelError: the kernels fail or differ from the reference.
+        RuntimeError: they fail, and the device cannot be used any more.
     """
     if torch.compiler.is_compiling() or type(w) is not torch.Tensor:
-        return None
+        return
     key = (w.device, w.dtype, *w.shape[-2:], form, decay, gradients)
-    if key not in _problems:
+    if key not in _check_results:
         if w.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
+            return
         # in a thread of its own, as modes and hooks are per thread: autograd, inference, autocast, and the hooks of activation
         # checkpointing, which would save the check's tensors, too
         with ThreadPoolExecutor(1) as executor:
-            _problems[key] = executor.submit(_find_problem, *key).result()
-    return _problems[key]
+            _check_results[key] = executor.submit(_run_check, *key).result()
+    if (message := _check_results[key]) is not None:
+        raise KernelError(message)
 
 
-def _find_problem(device, dtype, H, p, form, decay, gradients) -> str | None:
+def _run_check(device, dtype, H, p, form, decay, gradients) -> str | None:
+    """The error message of kernels that fail or differ from the reference; None if they are correct."""
     try:
         with torch.set_grad_enabled(gradients):
             errors = _compute_relative_errors(device, dtype, H, p, form, decay, gradients)
