@@ -17,7 +17,7 @@ from tost_hf.model.tssa import _choose_backend, _find_backend, _warn_of_fallback
 
 
 @pytest.fixture(autouse=True)
-def forget_backends():
+def clear_backend_choices():
     _find_backend.cache_clear()
     yield
     _find_backend.cache_clear()

@@ -261,7 +261,7 @@ def test_low_precision_has_float32_statistics(op, dtype, tolerance, form):
 @torch.no_grad()
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("log_decay, first", [(-18.0, 1000.0), (-13.0, 1.0), (-1e-4, 1.0)])
-def test_steps_forget_as_much_as_the_decay_says(log_decay, first, in_place):
+def test_decay_of_steps_equals_float64(log_decay, first, in_place):
     """Also what strong decay leaves of large sums."""
     w, temp = torch.randn(2, 4, 3, 8), torch.ones(3)
     w[:, 0] *= first

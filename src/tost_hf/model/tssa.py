@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Token Statistics Self-Attention (TSSA, arXiv 2412.17810): the operator. layers_tost.py builds the layer on it.
 
-TSSA compares no pairs of tokens: time is linear in the number of tokens, and the causal form needs only three running sums
-(`TSSAState`). tssa_reference.py defines what is computed. All computation is in float32, or in float64 for float64 inputs.
+TSSA compares no pairs of tokens: time is linear in the number of tokens, and the causal form has a recurrent state of constant
+size (`TSSAState`). tssa_reference.py defines what is computed, in float32, or in float64 for float64 inputs.
 
 The argument `backend` or, without it, the environment variable TOST_HF_BACKEND chooses "torch" (the reference implementation,
 on every device and for every dtype), "numba" (the kernels for CPUs, tssa_cpu.py), "triton" (the kernels for GPUs,
@@ -43,7 +43,7 @@ class TSSAOutput(NamedTuple):
     Attributes:
         output: (B, T, H, p), in the dtype of the input.
         membership: (B, H, T), float32 or float64; 0 at padding.
-        final_state: the sums after the last token; None in the bidirectional form.
+        final_state: the recurrent state after the last token; None in the bidirectional form.
 
     Example:
 
@@ -83,11 +83,11 @@ def tssa(
             only.
         positions: (B, T) or (1, T) integers, the tokens' indices into a `bias` of positions.
         causal: prefix sums over positions (language) or sums over all tokens (vision, encoders).
-        mask: (B, T), true or 1 at real tokens. Padding adds nothing to any sum and its output is 0.
+        mask: (B, T), true or 1 at real tokens. Padding does not change the state and its output is 0.
         seq_idx: (B, T) integers, the sequence numbers of packed sequences, whose tokens are adjacent. Packed sequences are
             independent.
-        initial_state: running sums over the tokens before the first; causal form only.
-        log_decay: logarithm of the decay, at most 0: a head's sums are multiplied by the decay before a token is added. (H,),
+        initial_state: the recurrent state before the first token; causal form only.
+        log_decay: logarithm of the decay, at most 0: a head's state is multiplied by the decay before a token is added. (H,),
             (T, H) or (B, T, H); causal form only. None, like 0, for no decay. Padding has no decay.
         normalize_scores: whether the squares in the scores are divided by their sums. Without it (the paper's ablation) no
             Triton kernel runs; for packed sequences in the bidirectional form, no kernel.
@@ -97,7 +97,7 @@ def tssa(
 
     Returns:
         `TSSAOutput` with the output (B, T, H, p) in `w`'s dtype, the membership (B, H, T) and, for the causal form, the
-        sums after the last token (of each batch element's last packed sequence). All three are differentiable once.
+        state after the last token (of each batch element's last packed sequence). All three are differentiable once.
 
     Raises:
         ValueError: shapes disagree, `initial_state` / `bias` / `log_decay` is passed to the bidirectional form,
@@ -292,7 +292,7 @@ def _find_backend(requested: str, device: str, dtype: torch.dtype) -> str:
 
 
 def _is_supported(requested: str, error_type: type[Exception], check: Callable[..., None], *args, **options) -> bool:
-    """Whether a kernel module's `check` passes. If not, raises its `error_type` if the backend was requested, or warns once."""
+    """Whether a kernel module's `check` passes; otherwise raises its error if the backend was requested, else warns once."""
     try:
         check(*args, **options)
     except error_type as error:
@@ -361,7 +361,7 @@ def _check_positions(w: torch.Tensor, bias: torch.Tensor | None, positions: torc
 
 
 def _check_mask(mask: torch.Tensor | None) -> None:
-    """Raises for a mask with other values than 0 and 1, such as an additive one. On a GPU, which would synchronise, checks
+    """Raises for a mask with other values than 0 and 1, such as an additive one. On a GPU, which would synchronize, checks
     the dtype only."""
     if mask is None or mask.dtype == torch.bool or is_traced():
         return
@@ -384,7 +384,7 @@ def _check_log_decay(log_decay: torch.Tensor | None, w: torch.Tensor, causal: bo
         shapes = [tuple(tokens[start:]) for start in reversed(range(len(tokens)))]
         raise ValueError(f"log_decay must have one of the shapes {', '.join(map(str, shapes))}, got {tuple(log_decay.shape)}.")
     if log_decay.device.type == "cpu" and not is_traced() and bool((log_decay > 0).any()):
-        raise ValueError(f"log_decay must be at most 0, or the sums grow without bound; got {log_decay.max().item():.3g}.")
+        raise ValueError(f"log_decay must be at most 0, or the state grows without bound; got {log_decay.max().item():.3g}.")
 
 
 def _expand_log_decay(log_decay: torch.Tensor | None, mask: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype):

@@ -8,10 +8,10 @@ tokens up to this one, plus the `local` sums of the chunk's tokens. Both are flo
 in float64, so that the error does not grow with the number of tokens. The backward recomputes the sums of a chunk from those
 before it, which the forward saves, and goes through the chunks from the last to the first.
 
-A decay of 0 resets the sums instead of multiplying them, so that infinities and NaN do not reach other packed sequences.
+A decay of 0 resets the state instead of multiplying it, so that infinities and NaN do not reach other packed sequences.
 Gradients `grad_x` are with respect to x. The output is computed as -w Pi D / (N + D), where D includes the epsilon.
 
-Loops over channels start at 0, as numba vectorises no others. bfloat16, which numba lacks, is passed as its bits (uint16).
+Loops over channels start at 0, as numba vectorizes no others. bfloat16, which numba lacks, is passed as its bits (uint16).
 """
 
 import functools
@@ -190,8 +190,8 @@ def _causal_forward(
     first, last, starts, w, temp, mask, log_decay, normalize_scores, rows, has_state, bias,
     positions, sum_sq, sum_weighted_sq, sum_membership, output, membership, score, carries,
 ):  # fmt: skip
-    """The sequences from `first` to before `last`. Sequence r has the tokens from starts[r] to before starts[r + 1]; its sums
-    are in rows[r] of the three state arrays, which are updated. Arrays without elements stand for None."""
+    """The sequences from `first` to before `last`. Sequence r has the tokens from starts[r] to before starts[r + 1]; its state
+    is in rows[r] of the three state arrays, which are updated. Arrays without elements stand for None."""
     H, P = w.shape[1], w.shape[2]
     has_decay, has_positions, saves = len(log_decay) > 0, len(positions) > 0, len(carries) > 0
     S, N, D = np.empty((H, P), F64), np.empty((H, P), F64), np.empty((H, 1), F64)
@@ -290,7 +290,7 @@ def _causal_backward(
     grad_output, grad_membership, grad_S, grad_N, grad_D, grad_w, grad_temp, grad_score, grad_log_decay,
 ):  # fmt: skip
     """The gradients of the sequences from `first` to before `last`. `grad_S`, `grad_N` and `grad_D` are the gradients of the
-    final sums and become those of the initial ones. The running sums of U are the gradients of N, W of S and V of D."""
+    final state and become those of the initial state. The running sums of U are the gradients of N, W of S and V of D."""
     H, P, has_decay = w.shape[1], w.shape[2], len(log_decay) > 0
     U, W, V = np.empty((H, P), F64), np.empty((H, P), F64), np.empty((H, 1), F64)
     U_carry, W_carry, V_carry = np.empty((H, P), F32), np.empty((H, P), F32), np.empty((H, 1), F32)
@@ -769,7 +769,7 @@ def compute_causal(
     Args:
         starts: (R + 1,) int64: the index of each sequence's first token, and the number of tokens.
         rows: (R,) int64, each sequence's row in the arrays of `state`.
-        has_state: (R,) bool; a sequence without a state starts with zero sums.
+        has_state: (R,) bool; a sequence without a state starts with zeros.
         w: (N, H, p), float32 or the bits of bfloat16.
         temp: (H,) float32.
         bias: (H, n) float32; token t has entry t modulo n or, with `positions` (N,) int64, entry positions[t].
@@ -779,7 +779,7 @@ def compute_causal(
         output: (N, H, p), as `w`; written.
         membership: (N, H) float32; written.
         score: (N, H) float32; written for the backward, as are
-        carries: (R, chunks, 2 H p + H) float32, the sums before each chunk of equally long sequences.
+        carries: (R, chunks, 2 H p + H) float32, the states before each chunk of equally long sequences.
     """
     inputs = w, temp, mask, _or(log_decay, _NO_HEADS), normalize_scores, rows, has_state, bias, _or(positions, _NO_INDEX)
     _run(_causal_forward, starts, *inputs, *state, output, membership, score, carries)
@@ -836,13 +836,13 @@ def _make_backward(name, schema, compute, fake) -> Callable:
 
 
 def _carry_shape(w: torch.Tensor, causal: bool) -> tuple[int, int, int]:
-    """Shape of the sums before all chunks of tokens w (B, T, H, p), or of the sums of all tokens."""
+    """Shape of the states before all chunks of tokens w (B, T, H, p), or of the sums over all tokens."""
     B, T, H, p = w.shape
     return B, (T + CHUNK_TOKENS - 1) // CHUNK_TOKENS if causal else 1, 2 * H * p + H
 
 
 def _copy_state(state: Iterable[torch.Tensor | None], w: torch.Tensor, causal: bool = True) -> list[torch.Tensor]:
-    """Contiguous copies of three sums, or of their gradients; for None zeros, in the bidirectional form nothing."""
+    """Contiguous copies of a state's three sums, or of their gradients; for None zeros, in the bidirectional form nothing."""
     return [
         torch.zeros(shape if causal else 0, dtype=dtype) if x is None else x.clone(memory_format=torch.contiguous_format)
         for x, shape, dtype in zip(state, state_shapes(w), state_dtypes(w))
@@ -850,10 +850,10 @@ def _copy_state(state: Iterable[torch.Tensor | None], w: torch.Tensor, causal: b
 
 
 def _compute_forward(w, temp, bias, positions, mask, log_decay, S, N, D, normalize_scores, causal, needs_grad):
-    """Output, membership, the three sums after the last token (empty in the bidirectional form), score and carries.
+    """Output, membership, the state after the last token (empty in the bidirectional form), score and carries.
 
     The last two are for the backward; the causal form without gradients has none. The carries are flattened, as compilers
-    would specialise on whether the number of chunks is 1.
+    would specialize on whether the number of chunks is 1.
     """
     output, membership, saves = w.new_empty(w.shape), w.new_empty(w.shape[:3], dtype=torch.float32), needs_grad or not causal
     score = membership.new_empty(membership.shape if saves else 0)
@@ -888,7 +888,7 @@ def _compute_backward(
     w, temp, mask, log_decay, membership, score, carries, grad_output, grad_membership, grad_S, grad_N, grad_D,
     normalize_scores, causal,
 ):  # fmt: skip
-    """Gradients of w, temp, and in the causal form of the score, the log decay, and the three sums before the first token."""
+    """Gradients of w, temp, and in the causal form of the score, the log decay, and the initial state."""
     grad_w, grad_temp = w.new_empty(w.shape), temp.new_zeros(w.shape[0], w.shape[2], dtype=torch.float64)
     grad_score = score.new_empty(score.shape if causal else 0)
     grad_log_decay = score.new_empty(0 if log_decay is None else score.shape)
@@ -1048,10 +1048,10 @@ def tssa_cpu(
         bias: (T, H), (1, T, H) or (B, T, H), float32, or with `positions` (B, T) of each position, (n, H).
         mask: (B, T), bool, true at real tokens, or None.
         log_decay: (B, T, H) or (B, T, 1), float32, or None; of padding only -inf counts, the start of a packed sequence.
-        state: sums before the first token, or None.
+        state: the recurrent state before the first token, or None.
 
     Returns:
-        The output (B, T, H, p) in `w`'s dtype, the membership (B, T, H), and the sums after the last token (None in the
+        The output (B, T, H, p) in `w`'s dtype, the membership (B, T, H), and the state after the last token (None in the
         bidirectional form), all differentiable once.
     """
     tokens = w.float() if w.dtype == torch.float16 else w

@@ -13,7 +13,7 @@ authors' code). With s = w^2, for each head and channel i:
     D_t = sum_{j <= t} Pi_j                                  D = sum_j Pi_j
     output_ti = -Pi_t w_ti / (1 + N_ti / (D_t + 1e-8))       the same with N_i and D
 
-With decay, the causal form multiplies each head's sums by a_t in (0, 1] before it adds token t:
+With decay, the causal form multiplies each head's state by a_t in (0, 1] before it adds token t:
 
     S_t = a_t S_{t-1} + s_t,    N_t = a_t N_{t-1} + Pi_t s_t,    D_t = a_t D_{t-1} + Pi_t
 
@@ -172,11 +172,11 @@ def causal(
 
     Args:
         bias: the score bias of each token, (T, H) or (B, T, H), in the compute dtype.
-        state: the sums before the first token.
+        state: the recurrent state before the first token.
         softmax: computes the memberships, with the arguments of `softmax_over_heads`; another one under tensor parallelism.
 
     Returns:
-        Output (B, T, H, p) in the dtype of `w`, membership (B, T, H), and the sums after the last token.
+        Output (B, T, H, p) in the dtype of `w`, membership (B, T, H), and the state after the last token.
     """
     prefix_sums = _cumulative_sum if log_decay is None else functools.partial(_decayed_sum, log_decay.exp())
     initial_sums = [None] * 3 if state is None else [s.to(temp.dtype) for s in state]
@@ -234,18 +234,18 @@ def step(
     normalize_scores: bool = True,
     in_place: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
-    """Causal TSSA of one token, from the sums before it.
+    """Causal TSSA of one token, from the state before it.
 
     Args:
         w: the projected token, (B, H, p).
         bias: (H,) or (B, H), in the compute dtype.
-        padding: (B,), true where the token is padding, which leaves the sums unchanged.
+        padding: (B,), true where the token is padding, which leaves the state unchanged.
         log_decay: (H,) or (B, H), in the compute dtype, 0 at padding.
         softmax: as in `causal`.
         in_place: whether the tensors of `state` are updated in place, without a gradient.
 
     Returns:
-        Output (B, H, p) in the dtype of `w`, membership (B, H), and the sums after the token.
+        Output (B, H, p) in the dtype of `w`, membership (B, H), and the state after the token.
     """
     add, multiply = (torch.Tensor.add_, torch.Tensor.mul_) if in_place else (torch.add, torch.mul)
     if log_decay is not None:

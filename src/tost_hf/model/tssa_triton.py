@@ -9,12 +9,12 @@ process all chunks in parallel, with a scan over the chunk totals ("state passin
     backward   totals of dN and dD  -> scan -> score gradient, totals of dS  -> scan -> dw
 
 with S = sum w^2, N = sum Pi w^2, D = sum Pi: prefix sums in the causal form, totals in the bidirectional one (`CAUSAL`). The
-gradient of a prefix sum is a suffix sum, so the backward scans run in reverse. With decay (`log_decay`), the causal sums are
+gradient of a prefix sum is a suffix sum, so the backward scans run in reverse. With decay (`log_decay`), the causal state is
 multiplied by the decay before each token is added: chunk totals are decayed to the chunk's end (those of gradients to its
 start), and the scans read each chunk's sum of log decays. The backward processes a chunk from its end and needs the forward's
-sums before each token: its first kernel stores them before every span of 8 tokens.
+state before each token: its first kernel stores it before every sub-chunk of 8 tokens.
 
-A state consists of the three sums of a sequence, a chunk or a span, and is stored in a float32 tensor (states, 2 C + H),
+A state consists of the three sums of a sequence, a chunk or a sub-chunk, and is stored in a float32 tensor (states, 2 C + H),
 C = H p, as S, N, D; gradients are stored as dS, dN, dD. No sum is formed by subtraction, and there are no atomics: results are
 bitwise reproducible. Chunks are 64 tokens from the sequence's start, so an output never depends on later tokens. Packed
 sequences have a log decay of minus infinity at their first tokens.
@@ -56,10 +56,10 @@ _constexpr = (lambda x: x) if triton is None else tl.constexpr
 # whether the kernels are compiled for NVIDIA devices and may contain PTX
 _NVIDIA = _constexpr(triton is not None and not triton.knobs.runtime.interpret and torch.version.hip is None)
 
-# Tokens of a chunk, of a span (the backward stores the forward's sums before each), and of a tile (in a thread's registers).
-CHUNK, SPAN, TILE = 64, 8, 4
+# Tokens of a chunk, of a sub-chunk (the backward stores the state before each), and of a tile (in a thread's registers)
+CHUNK, SUB_CHUNK, TILE = 64, 8, 4
 SCAN_CHUNKS, SCAN_COLUMNS = 64, 32  # block of the scans over chunk totals
-_CHUNK, _SPAN, _TILE = _constexpr(CHUNK), _constexpr(SPAN), _constexpr(TILE)
+_CHUNK, _SUB_CHUNK, _TILE = _constexpr(CHUNK), _constexpr(SUB_CHUNK), _constexpr(TILE)
 _EPS_SUM_SQ, _EPS_SQUARED_NORM, _EPS_MEMBERSHIP = map(_constexpr, (EPS_SUM_SQ, EPS_NORM**2, EPS_MEMBERSHIP))
 
 
@@ -68,7 +68,7 @@ _EPS_SUM_SQ, _EPS_SQUARED_NORM, _EPS_MEMBERSHIP = map(_constexpr, (EPS_SUM_SQ, E
 # dlog_decay (B, T, H). Carries are the states before each chunk in the causal form, and of each sequence otherwise.
 #
 # A program processes one chunk and HEADS heads, and loops over the chunk in tiles of TILE tokens x HEADS heads x BLOCK_P >= P
-# channels. A thread has 8 neighbouring channels of all tokens of a tile, so running sums are additions in its registers.
+# channels. A thread has 8 adjacent channels of all tokens of a tile, so running sums are additions in its registers.
 # Offsets of chunks have 64 bits, offsets within them 32.
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -206,14 +206,14 @@ def _apply_decay(total, log_decay):
 
 @_jit
 def _scan_combine(decay, total, decayed_prev, next_decay, next_total, next_decayed_prev):
-    """Combines two neighbouring ranges of tokens: the product of the decays, the decayed sum, and the decayed sum without
+    """Combines two adjacent ranges of tokens: the product of the decays, the decayed sum, and the decayed sum without
     the last token."""
     return decay * next_decay, total * next_decay + next_total, total * next_decay + next_decayed_prev
 
 
 @_jit
 def _scan_combine_log(log_decay, total, next_log_decay, next_total):
-    """Combines two neighbouring ranges of chunks. Sums log decays, as products of many decays close to 1 lose digits."""
+    """Combines two adjacent ranges of chunks. Sums log decays, as products of many decays close to 1 lose digits."""
     return log_decay + next_log_decay, total * tl.exp(next_log_decay) + next_total
 
 
@@ -468,10 +468,10 @@ def chunk_fwd_output_kernel(
 @_jit_any_length
 def chunk_bwd_state_kernel(
     w, log_decay, mask, T,
-    grad, membership, carries, span_states, totals, chunk_log_decay,
+    grad, membership, carries, sub_chunk_states, totals, chunk_log_decay,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Chunk totals of dN and dD; the forward's sums before each span, for the two kernels that process chunks in reverse."""
+    """Chunk totals of dN and dD; the state before each sub-chunk, for the two kernels that process chunks in reverse."""
     chunk, heads, first_token, length, carry_index = _locate_program(T, H, HEADS, CAUSAL)
     S, N, D = _load_state(carries, carry_index, heads, H, P, BLOCK_P)
     dN_sum = tl.zeros([HEADS, BLOCK_P], tl.float32)
@@ -496,8 +496,10 @@ def chunk_bwd_state_kernel(
         dN_sum += tl.sum(dN, 0)
         dD_sum -= tl.sum(dD, 0)
         if CAUSAL:
-            if start // _SPAN * _SPAN == start:
-                _store_state(span_states, chunk * (_CHUNK // _SPAN) + start // _SPAN, S, N, D, heads, H, P, BLOCK_P)
+            if start // _SUB_CHUNK * _SUB_CHUNK == start:
+                _store_state(
+                    sub_chunk_states, chunk * (_CHUNK // _SUB_CHUNK) + start // _SUB_CHUNK, S, N, D, heads, H, P, BLOCK_P
+                )
             S = _sum_tile(x * x, S, log_a)
             N = _select_last_token(running_N)
             D = _select_last_token(running_D)
@@ -508,13 +510,13 @@ def chunk_bwd_state_kernel(
 
 @_jit
 def _recompute_state(
-    w, log_decay, mask, membership, span_states, chunk, first_token, start, carry_index, heads,
+    w, log_decay, mask, membership, sub_chunk_states, chunk, first_token, start, carry_index, heads,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """The forward's sums before a tile, recomputed from those before its span; later sums minus tokens would cancel digits."""
+    """The state before a tile, recomputed from that before its sub-chunk: subtractions from later states would cancel digits."""
     if CAUSAL:
-        S, N, D = _load_state(span_states, chunk * (_CHUNK // _SPAN) + start // _SPAN, heads, H, P, BLOCK_P)
-        for tile_start in range(start // _SPAN * _SPAN, start, _TILE):
+        S, N, D = _load_state(sub_chunk_states, chunk * (_CHUNK // _SUB_CHUNK) + start // _SUB_CHUNK, heads, H, P, BLOCK_P)
+        for tile_start in range(start // _SUB_CHUNK * _SUB_CHUNK, start, _TILE):
             head_offsets, in_bounds, is_real = _tile_offsets(mask, first_token, tile_start, start, heads, H)
             x = _load_tile(w, first_token, head_offsets, is_real, H, P, BLOCK_P)
             pi = _load_heads(membership, first_token, head_offsets, is_real, H)
@@ -523,7 +525,7 @@ def _recompute_state(
             N = _sum_tile(x * x * pi[:, :, None], N, log_a)
             D = _sum_tile(pi, D, log_a)
     else:
-        S, N, D = _load_state(span_states, carry_index, heads, H, P, BLOCK_P)
+        S, N, D = _load_state(sub_chunk_states, carry_index, heads, H, P, BLOCK_P)
     return S, N, D
 
 
@@ -541,7 +543,7 @@ def chunk_bwd_score_kernel(
     grad_membership,  # or None
     temp,
     bias,  # or None
-    membership, span_states, grad_carries, dscore, dtemp, totals,
+    membership, sub_chunk_states, grad_carries, dscore, dtemp, totals,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Backward of the softmax over the heads, and the chunk totals of dS, which depend on it. All heads in one program."""
@@ -553,7 +555,20 @@ def chunk_bwd_score_kernel(
     for reverse_index in range(0, tl.cdiv(length, _TILE)):
         start = (tl.cdiv(length, _TILE) - 1 - reverse_index) * _TILE
         S, N, D = _recompute_state(
-            w, log_decay, mask, membership, span_states, chunk, first_token, start, carry_index, heads, H, P, CAUSAL, BLOCK_P
+            w,
+            log_decay,
+            mask,
+            membership,
+            sub_chunk_states,
+            chunk,
+            first_token,
+            start,
+            carry_index,
+            heads,
+            H,
+            P,
+            CAUSAL,
+            BLOCK_P,
         )
         head_offsets, in_bounds, is_real = _tile_offsets(mask, first_token, start, length, heads, H)
         x = _load_tile(w, first_token, head_offsets, is_real, H, P, BLOCK_P)
@@ -587,7 +602,7 @@ def chunk_bwd_score_kernel(
 @_jit_any_length
 def chunk_bwd_input_kernel(
     w, log_decay, mask, T,
-    grad, membership, dscore, span_states, grad_carries, dw, dlog_decay,
+    grad, membership, dscore, sub_chunk_states, grad_carries, dw, dlog_decay,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """The gradients of w and of the log decay."""
@@ -596,7 +611,20 @@ def chunk_bwd_input_kernel(
     for reverse_index in range(0, tl.cdiv(length, _TILE)):
         start = (tl.cdiv(length, _TILE) - 1 - reverse_index) * _TILE
         carry_S, carry_N, carry_D = _recompute_state(
-            w, log_decay, mask, membership, span_states, chunk, first_token, start, carry_index, heads, H, P, CAUSAL, BLOCK_P
+            w,
+            log_decay,
+            mask,
+            membership,
+            sub_chunk_states,
+            chunk,
+            first_token,
+            start,
+            carry_index,
+            heads,
+            H,
+            P,
+            CAUSAL,
+            BLOCK_P,
         )
         head_offsets, in_bounds, is_real = _tile_offsets(mask, first_token, start, length, heads, H)
         x = _load_tile(w, first_token, head_offsets, is_real, H, P, BLOCK_P)
@@ -633,7 +661,7 @@ def step_kernel(
     sum_sq, sum_weighted_sq, sum_membership, output, membership,
     H: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One decoding step: updates the sums in place. One program per batch element."""
+    """One decoding step: updates the state in place. One program per batch element."""
     element = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, HEADS)
     is_head = heads < H
@@ -758,9 +786,9 @@ def _forward(
     initial: torch.Tensor | None,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output, membership, the sums after the last token (B, 2 C + H), and the carries for the backward.
+    """Output, membership, the state after the last token (B, 2 C + H), and the carries for the backward.
 
-    The carries are flattened, as compilers would specialise on whether the number of chunks is 1.
+    The carries are flattened, as compilers would specialize on whether the number of chunks is 1.
     """
     with torch.cuda.device_of(w):
         launcher = _Launcher(w, log_decay, mask, causal)
@@ -800,23 +828,31 @@ def _backward(
     causal: bool,
     needs_decay_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of w, temp, the score, the log decay and the initial sums."""
+    """Gradients of w, temp, the score, the log decay and the initial state."""
     with torch.cuda.device_of(w):
         launcher = _Launcher(w, log_decay, mask, causal)
         grad = torch.zeros_like(launcher.w) if grad_output is None else grad_output.contiguous()
         boundary_grads = _make_contiguous(grad_final), None if initial is None else torch.empty_like(initial)
         grad_carries = launcher.empty_carries()
-        span_states = launcher.empty_states(launcher.num_chunks * (CHUNK // SPAN)) if causal else carries
+        sub_chunk_states = launcher.empty_states(launcher.num_chunks * (CHUNK // SUB_CHUNK)) if causal else carries
         launcher.launch(
-            chunk_bwd_state_kernel, grad, membership, carries, span_states, launcher.totals, launcher.chunk_log_decay
+            chunk_bwd_state_kernel, grad, membership, carries, sub_chunk_states, launcher.totals, launcher.chunk_log_decay
         )
         launcher.pass_states(grad_carries, "ND", *boundary_grads, reverse=True)
         dscore, dtemp = torch.empty_like(membership), launcher.empty(launcher.num_chunks, launcher.H)
-        args = grad, _make_contiguous(grad_membership), temp, _make_contiguous(bias), membership, span_states, grad_carries
+        args = (
+            grad,
+            _make_contiguous(grad_membership),
+            temp,
+            _make_contiguous(bias),
+            membership,
+            sub_chunk_states,
+            grad_carries,
+        )
         launcher.launch(chunk_bwd_score_kernel, *args, dscore, dtemp, launcher.totals, all_heads=True)
         launcher.pass_states(grad_carries, "S", *boundary_grads, reverse=True)
         dw, dlog_decay = torch.empty_like(launcher.w), torch.empty_like(membership) if needs_decay_grad else None
-        launcher.launch(chunk_bwd_input_kernel, grad, membership, dscore, span_states, grad_carries, dw, dlog_decay)
+        launcher.launch(chunk_bwd_input_kernel, grad, membership, dscore, sub_chunk_states, grad_carries, dw, dlog_decay)
     dlog_decay, dinitial = (launcher.empty(0) if x is None else x for x in (dlog_decay, boundary_grads[1]))
     return dw, dtemp.sum(0), dscore, dlog_decay, dinitial
 
@@ -864,7 +900,7 @@ def tssa_step_triton(
         w: (B, H, p), of a dtype and device that `check_supported` accepts.
         temp: (H,), float32.
         bias: (B, H), float32, or None.
-        mask: (B,), bool, or None; padding leaves the sums unchanged.
+        mask: (B,), bool, or None; padding leaves the state unchanged.
         log_decay: (B, H), float32, or None.
         sum_sq, sum_weighted_sq, sum_membership: (B, H, p), (B, H, p) and (B, H), float32 or float64 and contiguous; updated
             in place. For long sequences the last two should be float64.
@@ -873,12 +909,14 @@ def tssa_step_triton(
         The output (B, H, p) in `w`'s dtype and the membership (B, H).
 
     Raises:
-        ValueError: the sums are not contiguous.
+        ValueError: the state is not contiguous.
     """
     B, H, p = w.shape
     state = sum_sq, sum_weighted_sq, sum_membership
     if not all(x.is_contiguous() for x in state):
-        raise ValueError(f"The sums are updated in place: they must be contiguous, got strides {[x.stride() for x in state]}.")
+        raise ValueError(
+            f"The state is updated in place: its tensors must be contiguous, got strides {[x.stride() for x in state]}."
+        )
     w, temp, bias, log_decay = w.contiguous(), temp.contiguous(), _make_contiguous(bias), _make_contiguous(log_decay)
     output, membership = torch.empty_like(w), w.new_empty((B, H), dtype=torch.float32)
     heads, channels, warps = _choose_block_sizes(H, p, all_heads=True)
@@ -933,11 +971,11 @@ def tssa_triton(
         bias: (T, H) or (B or 1, T, H), float32, or None; causal form only.
         mask: (B, T), bool, true at real tokens, or None.
         log_decay: (B, T, H) or (B, T, 1), float32, 0 at padding, or None; causal form only.
-        state: sums before the first token, or None; causal form only.
+        state: the recurrent state before the first token, or None; causal form only.
         causal: prefix sums or totals.
 
     Returns:
-        The output (B, T, H, p) in `w`'s dtype, the membership (B, T, H), and the sums after the last token (None in the
+        The output (B, T, H, p) in `w`'s dtype, the membership (B, T, H), and the state after the last token (None in the
         bidirectional form), all differentiable once with respect to w, temp, bias, log_decay and state.
     """
     B, T, H, p = w.shape
