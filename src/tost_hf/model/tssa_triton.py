@@ -26,7 +26,7 @@ contains this file: an installed package and remote code can both be loaded. Thi
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -63,14 +63,14 @@ _CHUNK, _SUB_CHUNK, _TILE = _constexpr(CHUNK), _constexpr(SUB_CHUNK), _constexpr
 _EPS_SUM_SQ, _EPS_SQUARED_NORM, _EPS_MEMBERSHIP = map(_constexpr, (EPS_SUM_SQ, EPS_NORM**2, EPS_MEMBERSHIP))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Loads, stores and masks. Tensors are contiguous: w, grad, output, dw (B, T, H, p); membership, bias, dscore, log_decay and
+# Loads, stores and masks -----------------------------------------------------------------------------------------------
+#
+# Tensors are contiguous: w, grad, output, dw (B, T, H, p); membership, bias, dscore, log_decay and
 # dlog_decay (B, T, H). Carries are the states before each chunk in the causal form, and of each sequence otherwise.
 #
 # A program processes one chunk and HEADS heads, and loops over the chunk in tiles of TILE tokens x HEADS heads x BLOCK_P >= P
 # channels. A thread has 8 adjacent channels of all tokens of a tile, so running sums are additions in its registers.
 # Offsets of chunks have 64 bits, offsets within them 32.
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @_jit
@@ -165,9 +165,7 @@ def _store_state(states, index, S, N, D, heads, H: tl.constexpr, P: tl.constexpr
         tl.store(states + 2 * H * P + heads, D, mask=heads < H)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arithmetic of tiles
-# ---------------------------------------------------------------------------------------------------------------------
+# Arithmetic of tiles ---------------------------------------------------------------------------------------------------
 
 
 @_jit
@@ -263,14 +261,9 @@ def _select_token(values, token: tl.constexpr):
 
 
 @_jit
-def _select_last_token(values):
-    return _select_token(values, _TILE - 1)
-
-
-@_jit
 def _sum_tile(values, carry, log_decay):
     """The decayed sum over a tile, continued from `carry`."""
-    return _select_last_token(_running_sum(values, carry, log_decay, True))
+    return _select_token(_running_sum(values, carry, log_decay, True), _TILE - 1)
 
 
 @_jit
@@ -318,14 +311,17 @@ def _softmax_over_heads(score, temp, heads, is_real, H: tl.constexpr):
 
 
 @_jit
-def _bwd_output(x, g, N, D):
-    """g / (N + D) and u = g w / (N + D)^2, from the output's gradient g. The output is -w Pi D / (N + D).
+def _bwd_output(x, pi, g, N, D, log_a, CAUSAL: tl.constexpr):
+    """Running N and D (TILE, HEADS, ...) from those before the tile; from the output's gradient g, g / (N + D) and
+    u = g w / (N + D)^2. The output is -w Pi D / (N + D), with epsilon in D.
 
     The gradient of N is Pi D u. The gradient of D is -Pi times the sum of N u over the channels.
     """
-    inverse = _reciprocal(N + D[:, :, None])
+    N = _running_sum(x * x * pi[:, :, None], N, log_a, CAUSAL)
+    D = _running_sum(pi, D, log_a, CAUSAL)
+    inverse = _reciprocal(N + (D + _EPS_MEMBERSHIP)[:, :, None])
     g_scaled = g * inverse
-    return g_scaled, g_scaled * x * inverse
+    return N, D, g_scaled, g_scaled * x * inverse
 
 
 @_jit
@@ -337,9 +333,7 @@ def _bwd_score(x, S, q, CAUSAL: tl.constexpr):
     return inverse, tl.where(is_clamped, 0.0, -(q[:, :, None] * inverse) * (inverse * x * x))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Kernels
-# ---------------------------------------------------------------------------------------------------------------------
+# Kernels ---------------------------------------------------------------------------------------------------------------
 
 
 @_jit_any_length
@@ -437,7 +431,7 @@ def chunk_fwd_membership_kernel(
         total_N = _sum_tile(x * x * pi[:, :, None], total_N, log_a)
         total_D = _sum_tile(pi, total_D, log_a)
         if CAUSAL:
-            S = _select_last_token(running_S)
+            S = _select_token(running_S, _TILE - 1)
     _store_state(totals, chunk, None, total_N, total_D, heads, H, P, BLOCK_P)
 
 
@@ -461,8 +455,8 @@ def chunk_fwd_output_kernel(
         value = x * (-pi * D_eps)[:, :, None] * _reciprocal(running_N + D_eps[:, :, None])
         _store_tile(output, value, first_token, head_offsets, in_bounds, H, P, BLOCK_P)
         if CAUSAL:
-            N = _select_last_token(running_N)
-            D = _select_last_token(running_D)
+            N = _select_token(running_N, _TILE - 1)
+            D = _select_token(running_D, _TILE - 1)
 
 
 @_jit_any_length
@@ -483,11 +477,8 @@ def chunk_bwd_state_kernel(
         pi = _load_heads(membership, first_token, head_offsets, is_real, H)
         log_a = _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
         g = _load_tile(grad, first_token, head_offsets, is_real, H, P, BLOCK_P)
-        running_N = _running_sum(x * x * pi[:, :, None], N, log_a, CAUSAL)
-        running_D = _running_sum(pi, D, log_a, CAUSAL)
-        D_eps = running_D + _EPS_MEMBERSHIP
-        _g_scaled, u = _bwd_output(x, g, running_N, D_eps)
-        dN = u * (pi * D_eps)[:, :, None]
+        running_N, running_D, _g_scaled, u = _bwd_output(x, pi, g, N, D, log_a, CAUSAL)
+        dN = u * (pi * (running_D + _EPS_MEMBERSHIP))[:, :, None]
         dD = u * pi[:, :, None] * running_N
         if log_decay is not None:  # multiplied last: strong decays times small memberships would be subnormal
             decay_to_tokens = tl.exp(log_a_sum[None, :] + tl.cumsum(log_a, 0))[:, :, None]
@@ -497,23 +488,27 @@ def chunk_bwd_state_kernel(
         dD_sum -= tl.sum(dD, 0)
         if CAUSAL:
             if start // _SUB_CHUNK * _SUB_CHUNK == start:
-                _store_state(
-                    sub_chunk_states, chunk * (_CHUNK // _SUB_CHUNK) + start // _SUB_CHUNK, S, N, D, heads, H, P, BLOCK_P
-                )
+                sub_chunk = chunk * (_CHUNK // _SUB_CHUNK) + start // _SUB_CHUNK
+                _store_state(sub_chunk_states, sub_chunk, S, N, D, heads, H, P, BLOCK_P)
             S = _sum_tile(x * x, S, log_a)
-            N = _select_last_token(running_N)
-            D = _select_last_token(running_D)
+            N = _select_token(running_N, _TILE - 1)
+            D = _select_token(running_D, _TILE - 1)
     _store_state(totals, chunk, None, dN_sum, tl.sum(dD_sum, 1), heads, H, P, BLOCK_P)
     if log_decay is not None:
         tl.store(chunk_log_decay + chunk * H + heads, log_a_sum, mask=heads < H)
 
 
 @_jit
-def _recompute_state(
-    w, log_decay, mask, membership, sub_chunk_states, chunk, first_token, start, carry_index, heads,
+def _load_bwd_tile(
+    w, log_decay, mask, grad, membership, sub_chunk_states, chunk, first_token, reverse_index, length, carry_index, heads,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """The state before a tile, recomputed from that before its sub-chunk: subtractions from later states would cancel digits."""
+    """A tile of the backward, counted from the chunk's end: its offsets and masks, tokens, memberships and output gradient,
+    the state before it, its log decays, and the log decay of the token after each (0 after the chunk, whose carry is decayed).
+
+    The state is recomputed from that before the tile's sub-chunk: subtractions from later states would cancel digits.
+    """
+    start = (tl.cdiv(length, _TILE) - 1 - reverse_index) * _TILE
     if CAUSAL:
         S, N, D = _load_state(sub_chunk_states, chunk * (_CHUNK // _SUB_CHUNK) + start // _SUB_CHUNK, heads, H, P, BLOCK_P)
         for tile_start in range(start // _SUB_CHUNK * _SUB_CHUNK, start, _TILE):
@@ -526,14 +521,17 @@ def _recompute_state(
             D = _sum_tile(pi, D, log_a)
     else:
         S, N, D = _load_state(sub_chunk_states, carry_index, heads, H, P, BLOCK_P)
-    return S, N, D
-
-
-@_jit
-def _load_next_log_decay(log_decay, first_token, start, length, heads, H: tl.constexpr):
-    """The log decay of the token after each; 0 after the chunk, as its carry is already decayed."""
-    head_offsets, in_bounds, _is_real = _tile_offsets(None, first_token, start + 1, length, heads, H)
-    return _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
+    head_offsets, in_bounds, is_real = _tile_offsets(mask, first_token, start, length, heads, H)
+    next_offsets, is_next, _is_real = _tile_offsets(None, first_token, start + 1, length, heads, H)
+    x = _load_tile(w, first_token, head_offsets, is_real, H, P, BLOCK_P)
+    pi = _load_heads(membership, first_token, head_offsets, is_real, H)
+    g = _load_tile(grad, first_token, head_offsets, is_real, H, P, BLOCK_P)
+    return (
+        head_offsets, in_bounds, is_real, x, pi, g, S, N, D,
+        # calls, as tuples may not contain a variable that is None
+        _load_heads(log_decay, first_token, head_offsets, in_bounds, H),
+        _load_heads(log_decay, first_token, next_offsets, is_next, H),
+    )  # fmt: skip
 
 
 @_jit_any_length
@@ -553,32 +551,12 @@ def chunk_bwd_score_kernel(
     dtemp_sum = tl.zeros([HEADS], tl.float32)
     scale = tl.load(temp + heads, mask=heads < H, other=0.0)
     for reverse_index in range(0, tl.cdiv(length, _TILE)):
-        start = (tl.cdiv(length, _TILE) - 1 - reverse_index) * _TILE
-        S, N, D = _recompute_state(
-            w,
-            log_decay,
-            mask,
-            membership,
-            sub_chunk_states,
-            chunk,
-            first_token,
-            start,
-            carry_index,
-            heads,
-            H,
-            P,
-            CAUSAL,
-            BLOCK_P,
-        )
-        head_offsets, in_bounds, is_real = _tile_offsets(mask, first_token, start, length, heads, H)
-        x = _load_tile(w, first_token, head_offsets, is_real, H, P, BLOCK_P)
-        pi = _load_heads(membership, first_token, head_offsets, is_real, H)
-        log_a = _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
-        next_log_a = _load_next_log_decay(log_decay, first_token, start, length, heads, H)
-        g = _load_tile(grad, first_token, head_offsets, is_real, H, P, BLOCK_P)
-        N = _running_sum(x * x * pi[:, :, None], N, log_a, CAUSAL)
-        D = _running_sum(pi, D, log_a, CAUSAL) + _EPS_MEMBERSHIP
-        g_scaled, u = _bwd_output(x, g, N, D)
+        head_offsets, in_bounds, is_real, x, pi, g, S, N, D, log_a, next_log_a = _load_bwd_tile(
+            w, log_decay, mask, grad, membership, sub_chunk_states, chunk, first_token, reverse_index, length, carry_index,
+            heads, H, P, CAUSAL, BLOCK_P,
+        )  # fmt: skip
+        N, D, g_scaled, u = _bwd_output(x, pi, g, N, D, log_a, CAUSAL)
+        D += _EPS_MEMBERSHIP
         dN = _suffix_sum(u * (pi * D)[:, :, None], carry_dN, next_log_a, CAUSAL)
         dD = _suffix_sum(-pi * tl.sum(u * N, 2), carry_dD, next_log_a, CAUSAL)
         dpi = tl.sum(x * (x * dN - g_scaled * D[:, :, None]), 2) + dD
@@ -609,33 +587,12 @@ def chunk_bwd_input_kernel(
     chunk, heads, first_token, length, carry_index = _locate_program(T, H, HEADS, CAUSAL)
     carry_dS, carry_dN, carry_dD = _load_state(grad_carries, carry_index, heads, H, P, BLOCK_P)
     for reverse_index in range(0, tl.cdiv(length, _TILE)):
-        start = (tl.cdiv(length, _TILE) - 1 - reverse_index) * _TILE
-        carry_S, carry_N, carry_D = _recompute_state(
-            w,
-            log_decay,
-            mask,
-            membership,
-            sub_chunk_states,
-            chunk,
-            first_token,
-            start,
-            carry_index,
-            heads,
-            H,
-            P,
-            CAUSAL,
-            BLOCK_P,
-        )
-        head_offsets, in_bounds, is_real = _tile_offsets(mask, first_token, start, length, heads, H)
-        x = _load_tile(w, first_token, head_offsets, is_real, H, P, BLOCK_P)
-        pi = _load_heads(membership, first_token, head_offsets, is_real, H)
-        log_a = _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
-        next_log_a = _load_next_log_decay(log_decay, first_token, start, length, heads, H)
-        g = _load_tile(grad, first_token, head_offsets, is_real, H, P, BLOCK_P)
+        head_offsets, in_bounds, is_real, x, pi, g, carry_S, carry_N, carry_D, log_a, next_log_a = _load_bwd_tile(
+            w, log_decay, mask, grad, membership, sub_chunk_states, chunk, first_token, reverse_index, length, carry_index,
+            heads, H, P, CAUSAL, BLOCK_P,
+        )  # fmt: skip
         q = _load_heads(dscore, first_token, head_offsets, is_real, H)
-        N = _running_sum(x * x * pi[:, :, None], carry_N, log_a, CAUSAL)
-        D = _running_sum(pi, carry_D, log_a, CAUSAL)
-        g_scaled, u = _bwd_output(x, g, N, D + _EPS_MEMBERSHIP)
+        N, D, g_scaled, u = _bwd_output(x, pi, g, carry_N, carry_D, log_a, CAUSAL)
         pi_D = (pi * (D + _EPS_MEMBERSHIP))[:, :, None]
         dN = _suffix_sum(u * pi_D, carry_dN, next_log_a, CAUSAL)
         inverse, dS = _bwd_score(x, _running_sum(x * x, carry_S, log_a, CAUSAL), q, CAUSAL)
@@ -695,26 +652,20 @@ def step_kernel(
     tl.store(output + channel_offsets, -(x * pi[:, None]) / (1.0 + moment), mask=is_channel)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Launching
-# ---------------------------------------------------------------------------------------------------------------------
+# Launching -------------------------------------------------------------------------------------------------------------
 
 
-class _BlockSizes(NamedTuple):
-    heads: int  # of a program: a power of 2
-    channels: int  # a power of 2, at least p
-    warps: int
+def _choose_block_sizes(H: int, p: int, all_heads: bool) -> tuple[int, int, int]:
+    """Heads and channels of a program, powers of 2 (all channels, at least p), and its warps.
 
-
-def _choose_block_sizes(H: int, p: int, all_heads: bool) -> _BlockSizes:
-    """Block sizes. They do not depend on T, as rounding, and so the outputs, would then depend on later tokens.
+    They do not depend on T, as rounding, and so the outputs, would then depend on later tokens.
 
     A warp processes 256 channels, 8 per thread: 16 bytes in bfloat16, the widest load of a thread. With fewer channels, the
     tokens of a tile would be distributed over threads.
     """
     channels = triton.next_power_of_2(p)
     heads = max(1, 256 // channels, triton.next_power_of_2(H) if all_heads else 1)
-    return _BlockSizes(heads, channels, min(16, heads * channels // 256))
+    return heads, channels, min(16, heads * channels // 256)
 
 
 def _cdiv(n, m):
@@ -771,9 +722,7 @@ class _Launcher:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Custom operators. They cannot return None: outputs that are not needed are empty tensors.
-# ---------------------------------------------------------------------------------------------------------------------
+# Custom operators. They cannot return None: outputs that are not needed are empty tensors. -----------------------------
 
 
 @custom_operator("tssa_forward")
@@ -931,14 +880,7 @@ def _(w, *other_args):
     return w.new_empty(w.shape), w.new_empty(w.shape[:2], dtype=torch.float32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Functions that tssa.py calls
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def is_available() -> bool:
-    """Whether Triton can be imported."""
-    return triton is not None
+# Functions that tssa.py calls ------------------------------------------------------------------------------------------
 
 
 class KernelError(RuntimeError):
@@ -988,10 +930,7 @@ def tssa_triton(
     return output, membership, as_state((x.contiguous() for x in (S.view(B, H, p), N.view(B, H, p), D)), w)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Self-check: before their first use, for each device, token shape and dtype, the kernels are compared with the float64
-# reference.
-# ---------------------------------------------------------------------------------------------------------------------
+# Self-check against the float64 reference, before the first use for a device, token shape and dtype --------------------
 
 
 CHECK_TOKENS = 70  # more than one chunk, and not a whole number of tiles
