@@ -155,6 +155,15 @@ def _copy(source, target):
 
 
 @_jit
+def _load_sum(source, has_source, total, carry):
+    """Sets the total, and its copy in float32, to `source` (H, n) or to 0."""
+    for h in range(total.shape[0]):
+        for i in range(total.shape[1]):
+            total[h, i] = source[h, i] if has_source else 0
+            carry[h, i] = total[h, i]
+
+
+@_jit
 def _reset(h, total, carry, local):
     for i in range(total.shape[1]):
         total[h, i] = 0
@@ -202,16 +211,9 @@ def _causal_forward(
     to_end, zero = np.ones((CHUNK_TOKENS + 1, H), F32), output.dtype.type(0)
     for r in range(first, last):
         row = rows[r]
-        for h in range(H):
-            D[h, 0] = sum_membership[row, h] if has_state[r] else 0
-            for i in range(P):
-                S[h, i] = sum_sq[row, h, i] if has_state[r] else 0
-            for i in range(P):
-                N[h, i] = sum_weighted_sq[row, h, i] if has_state[r] else 0
-        total_decay[:] = 1
-        _fold(total_decay, S, S_carry, S_local)
-        _fold(total_decay, N, N_carry, N_local)
-        _fold(total_decay, D, D_carry, D_local)
+        _load_sum(sum_sq[row], has_state[r], S, S_carry)
+        _load_sum(sum_weighted_sq[row], has_state[r], N, N_carry)
+        _load_sum(sum_membership[row], has_state[r], D, D_carry)
         for start in range(starts[r], starts[r + 1], CHUNK_TOKENS):
             end = min(start + CHUNK_TOKENS, starts[r + 1])
             if saves:
@@ -277,11 +279,9 @@ def _causal_forward(
                 _reset(h, S, S_carry, S_local)
                 _reset(h, N, N_carry, N_local)
                 _reset(h, D, D_carry, D_local)
-            sum_membership[row, h] = D[h, 0]
-            for i in range(P):
-                sum_sq[row, h, i] = S[h, i]
-            for i in range(P):
-                sum_weighted_sq[row, h, i] = N[h, i]
+        _copy(S, sum_sq[row])
+        _copy(N, sum_weighted_sq[row])
+        _copy(D, sum_membership[row])
 
 
 @_jit
@@ -301,20 +301,14 @@ def _causal_backward(
     decay, from_start = np.ones((CHUNK_TOKENS, H), F32), np.ones((CHUNK_TOKENS, H), F32)
     to_end, zero = np.ones((CHUNK_TOKENS + 1, H), F32), grad_w.dtype.type(0)
     for r in range(first, last):
+        _load_sum(grad_S[r], True, W, W_carry)
+        _load_sum(grad_N[r], True, U, U_carry)
+        _load_sum(grad_D[r], True, V, V_carry)
         for h in range(H):
-            V[h, 0] = grad_D[r, h]
-            for i in range(P):
-                U[h, i] = grad_N[r, h, i]
-            for i in range(P):
-                W[h, i] = grad_S[r, h, i]
             if has_decay and _is_reset(starts[r + 1], starts[r], mask, log_decay, h):
                 _reset(h, U, U_carry, U_local)
                 _reset(h, W, W_carry, W_local)
                 _reset(h, V, V_carry, V_local)
-        total_decay[:] = 1
-        _fold(total_decay, U, U_carry, U_local)
-        _fold(total_decay, W, W_carry, W_local)
-        _fold(total_decay, V, V_carry, V_local)
         for k in range((starts[r + 1] - starts[r] + CHUNK_TOKENS - 1) // CHUNK_TOKENS - 1, -1, -1):
             start = starts[r] + k * CHUNK_TOKENS
             end = min(start + CHUNK_TOKENS, starts[r + 1])
@@ -420,12 +414,9 @@ def _causal_backward(
                         if a == 0:
                             _reset(h, W, W_carry, W_local)
             _fold(total_decay, W, W_carry, W_local)
-        for h in range(H):
-            grad_D[r, h] = V[h, 0]
-            for i in range(P):
-                grad_N[r, h, i] = U[h, i]
-            for i in range(P):
-                grad_S[r, h, i] = W[h, i]
+        _copy(W, grad_S[r])
+        _copy(U, grad_N[r])
+        _copy(V, grad_D[r])
 
 
 # Bidirectional form ---------------------------------------------------------------------------------------------------
@@ -782,7 +773,8 @@ def compute_causal(
         carries: (R, chunks, 2 H p + H) float32, the states before each chunk of equally long sequences.
     """
     inputs = w, temp, mask, _or(log_decay, _NO_HEADS), normalize_scores, rows, has_state, bias, _or(positions, _NO_INDEX)
-    _run(_causal_forward, starts, *inputs, *state, output, membership, score, carries)
+    S, N, D = state
+    _run(_causal_forward, starts, *inputs, S, N, D[..., None], output, membership, score, carries)
 
 
 def convolve_sequences(
@@ -902,7 +894,8 @@ def _compute_backward(
     grads: tuple[Any, ...] = _flat(grad_output), _flat(grad_membership)
     results: tuple[Any, ...] = _flat(grad_w), as_array(grad_temp)
     if causal:
-        inputs, grads = (*inputs, _or(_flat(log_decay), _NO_HEADS)), (*grads, *map(as_array, state))
+        S, N, D = map(as_array, state)
+        inputs, grads = (*inputs, _or(_flat(log_decay), _NO_HEADS)), (*grads, S, N, D[..., None])
         results = *results, _flat(grad_score), _NO_HEADS if log_decay is None else _flat(grad_log_decay)
     kernel = _causal_backward if causal else _bidirectional_backward
     _run(kernel, starts, *inputs, normalize_scores, *saved, *grads, *results)
