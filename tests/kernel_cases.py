@@ -20,7 +20,7 @@ from conftest import randomize, small_config
 
 from tost_hf import ToSTForCausalLM, TSSAState, tssa, tssa_step
 from tost_hf.model import tssa_reference
-from tost_hf.model.tssa_reference import state_dtypes
+from tost_hf.model.tssa_reference import state_dtypes, zero_state
 
 
 SLACK = 6  # rounding needs up to 3.1; omitting one of 8,194 tokens would need at least 23
@@ -301,8 +301,7 @@ class KernelTests:
         actual = torch.autograd.grad(self.run(leaves)[quantity].square().sum(), list(leaves.values()))
         loss = run_operator(reference)[quantity].square().sum()
         expected = torch.autograd.grad(loss, list(reference.values()), allow_unused=True)
-        for x, y in zip(actual, expected):
-            assert relative_rms(x, torch.zeros_like(x) if y is None else y) < 1e-5
+        assert all(relative_rms(x, torch.zeros_like(x) if y is None else y) < 1e-5 for x, y in zip(actual, expected))
 
     @pytest.mark.parametrize("form", FORMS)
     def test_determinism_bit_for_bit(self, form):
@@ -317,24 +316,32 @@ class KernelTests:
         for stop in (1, 31, 33, 64, 74):
             prefix = {name: x[:, :stop] if name in ("w", "bias", "log_decay") else x for name, x in leaves.items()}
             assert all(torch.equal(x, y[:, :stop]) for x, y in zip(self.run(prefix), expected))
+        changed = leaves["w"].detach().clone()
+        changed[:, 41:] = float("nan")
+        assert all(torch.equal(x[:, :41], y[:, :41]) for x, y in zip(self.run(leaves | {"w": changed})[:2], expected))
 
-    def test_tssa_step_stores_float64_sums(self):
-        """With one decay per head; the state that is passed in is not changed."""
-        leaves = self.make(2, 6, 3, 8)
-        w, temp, bias = (leaves[name].detach() for name in ("w", "temp", "bias"))
+    @pytest.mark.parametrize("H, p, by_position, in_place", [(3, 8, False, False), (3, 40, True, True), (1, 8, False, True)])
+    @torch.no_grad()
+    def test_steps_equal_the_sequence(self, H, p, by_position, in_place):
+        """With padding and a decay per head; the state is updated in place or, by default, not modified."""
+        w, temp, bias = self.make(2, 6, H, p, state=False, positions=14 if by_position else None).values()
         mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 1]], device=self.device)
-        state, decay = None, torch.tensor([-0.3, -0.01, -1.0], device=self.device)
-        expected = tssa(w.double(), temp.double(), bias.double(), mask=mask, log_decay=decay, backend="torch")
+        positions = torch.arange(6, device=self.device) + torch.tensor([[0], [4]], device=self.device) if by_position else None
+        options = {"log_decay": torch.tensor([-0.3, -0.01, -1.0], device=self.device)[:H]}
+        inputs = w.double(), temp.double(), bias.double()
+        expected = tssa(*inputs, positions=positions, mask=mask, backend="torch", **options)
+        state = zero_state(w)
         for t in range(6):
-            state_before = None if state is None else [x.clone() for x in state]
-            options = {"mask": mask[:, t], "initial_state": state, "log_decay": decay, "backend": self.backend}
-            step = tssa_step(w[:, t], temp, bias[:, t], **options)
-            assert state_before is None or all(torch.equal(x, y) for x, y in zip(state_before, state))
-            torch.testing.assert_close(step.output.double(), expected.output[:, t], atol=1e-6, rtol=1e-5)
-            state = step.final_state
+            options |= {"positions": positions[:, t]} if by_position else {}
+            step_bias, before = bias if by_position else bias[:, t], [x.clone() for x in state]
+            options |= {"mask": mask[:, t], "initial_state": state, "backend": self.backend, "in_place": in_place}
+            output, membership, final_state = tssa_step(w[:, t], temp, step_bias, **options)
+            assert all(x is y if in_place else torch.equal(x, z) for x, y, z in zip(state, final_state, before))
+            torch.testing.assert_close(output.double(), expected.output[:, t], atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(membership.double(), expected.membership[..., t], atol=1e-6, rtol=1e-5)
+            state = final_state
         assert [x.dtype for x in state] == [torch.float32, torch.float64, torch.float64]
-        for x, y in zip(state, expected.final_state):
-            torch.testing.assert_close(x.double(), y, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close([x.double() for x in state], list(expected.final_state), atol=1e-6, rtol=1e-6)
 
     def test_checkpointing_and_autocast(self):
         layer = torch.nn.Linear(16, 16).to(self.device)

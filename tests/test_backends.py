@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import load_again
-from test_tssa import make, padding_mask
+from kernel_cases import load_again, padding_mask
+from test_tssa import make
 from transformers.dynamic_module_utils import get_imports
 
 from tost_hf import TokenStatisticsSelfAttention, ToSTCache, ToSTConfig, TSSAState, tssa, tssa_step

@@ -19,7 +19,6 @@ from transformers.dynamic_module_utils import get_imports
 
 from tost_hf import TSSAState
 from tost_hf.model import tssa_triton
-from tost_hf.model.tssa_reference import select_bias
 
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -82,38 +81,6 @@ class TestKernels(KernelTests):
     def test_scan_of_several_blocks_of_chunks(self, decay, monkeypatch):
         monkeypatch.setattr(tssa_triton, "SCAN_CHUNKS", 2)
         self.check(self.make(1, 2 * 64 + 5, 1, 8, decay=decay))
-
-    @pytest.mark.parametrize(
-        "H, p, bias_batch, decay_batch, wide",
-        [(1, 8, 1, None, False), (3, 40, 2, 2, False), (3, 8, None, 1, True), (3, 8, "positions", None, True)],
-    )
-    def test_steps_equal_the_sequence_and_update_in_place(self, H, p, bias_batch, decay_batch, wide):
-        T, by_position = 10, bias_batch == "positions"
-        options = {"positions": 14} if by_position else {"bias_batch": bias_batch or 1}
-        leaves = {k: x.detach() for k, x in self.make(2, T, H, p, decay=decay_batch and WIDE, **options).items()}
-        positions = (torch.arange(T, device=DEVICE) + torch.tensor([[0], [4]], device=DEVICE)) if by_position else None
-        if bias_batch is None:
-            del leaves["bias"]
-        if decay_batch is not None:
-            leaves["log_decay"] = leaves["log_decay"][:decay_batch].expand(2, -1, -1)
-        mask = padding_mask(T).to(DEVICE) if bias_batch == 2 else None
-        output, membership, *final = self.run(leaves, mask, positions=positions)
-        dtypes = [torch.float64 if wide and name != "sum_sq" else torch.float32 for name in TSSAState._fields]
-        state = [leaves[name].to(dtype, copy=True) for name, dtype in zip(TSSAState._fields, dtypes)]
-        data_ptrs = [x.data_ptr() for x in state]
-        for t in range(T):
-            inputs = leaves | {name: leaves[name][:, t] for name in leaves.keys() & {"w", "log_decay"}}
-            if "bias" in leaves and not by_position:
-                inputs["bias"] = leaves["bias"][:, t]
-            if decay_batch is not None:
-                inputs["log_decay"] = inputs["log_decay"][:decay_batch]
-            step_mask, step_positions = (None if x is None else x[:, t] for x in (mask, positions))
-            bias, decay = select_bias(inputs.get("bias"), step_positions, torch.float32), inputs.get("log_decay")
-            bias, decay = (None if x is None else x.expand(2, H) for x in (bias, decay))
-            step = tssa_triton.tssa_step_triton(inputs["w"], inputs["temp"], bias, step_mask, decay, *state)
-            torch.testing.assert_close(list(step), [output[:, t], membership[:, t]], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close([x.to(y.dtype) for x, y in zip(state, final)], final, rtol=1e-5, atol=1e-6)
-        assert data_ptrs == [x.data_ptr() for x in state]
 
     def test_decay_close_to_1_is_not_rounded_at_each_step(self):
         log_decay = torch.tensor([-1e-5, -1e-4, -0.03], device=DEVICE)
