@@ -74,34 +74,36 @@ def tssa(
     softmax: Callable[..., torch.Tensor] | None = None,
     backend: str | None = None,
 ) -> TSSAOutput:
-    """Token Statistics Self-Attention between the two projections (paper, section 3; causal form of the authors' code).
+    """Token Statistics Self-Attention of projected tokens (paper, section 3; causal form of the authors' code).
+
+        output = -w Pi / (1 + N / D),  N = sum Pi w^2,  D = sum Pi,  Pi = softmax_heads(temp (sum_i w_i^2 / S_i + p bias))
+
+    with S = sum w^2; the sums are over the tokens so far (causal) or over all (bidirectional).
 
     Args:
-        w: projected tokens, (B, T, H, p), in the layout of the input projection's output (no transpose needed).
+        w: projected tokens, (B, T, H, p), in the layout of the input projection's output.
         temp: one learned scalar per head, H numbers of any shape.
-        bias: learned score bias of each token, (T, H) or (B, T, H), or of each position, (positions, H); causal form
-            only.
+        bias: learned score bias of each token, (T, H) or (B, T, H), or of each position, (positions, H); causal form only.
         positions: (B, T) or (1, T) integers, the tokens' indices into a `bias` of positions.
-        causal: prefix sums over positions (language) or sums over all tokens (vision, encoders).
+        causal: whether a token attends to itself and earlier tokens (language) or to all (vision, encoders).
         mask: (B, T), true or 1 at real tokens. Padding does not change the state and its output is 0.
-        seq_idx: (B, T) integers, the sequence numbers of packed sequences, whose tokens are adjacent. Packed sequences are
-            independent.
+        seq_idx: (B, T) integers, the sequence numbers of packed sequences, each of adjacent tokens.
         initial_state: the recurrent state before the first token; causal form only.
-        log_decay: logarithm of the decay, at most 0: a head's state is multiplied by the decay before a token is added. (H,),
+        log_decay: logarithm of the decay, at most 0, by which a head's state is multiplied before a token is added: (H,),
             (T, H) or (B, T, H); causal form only. None, like 0, for no decay. Padding has no decay.
-        normalize_scores: whether the squares in the scores are divided by their sums. Without it (the paper's ablation) no
-            Triton kernel runs; for packed sequences in the bidirectional form, no kernel.
+        normalize_scores: whether the squares in the scores are divided by S. If not (the paper's ablation), no Triton
+            kernel runs; for packed sequences in the bidirectional form, no kernel.
         softmax: a function that replaces `tssa_reference.softmax_over_heads` where w contains only some of the heads (tensor
             parallelism); the reference implementation runs. None for all heads.
         backend: "auto", "torch", "numba" or "triton"; None for the environment variable TOST_HF_BACKEND, else "auto".
 
     Returns:
-        `TSSAOutput` with the output (B, T, H, p) in `w`'s dtype, the membership (B, H, T) and, for the causal form, the
-        state after the last token (of each batch element's last packed sequence). All three are differentiable once.
+        `TSSAOutput` with the output (B, T, H, p) in `w`'s dtype, the membership (B, H, T) and, for the causal form, the state
+        after the last token (of each batch element's last packed sequence). All three are differentiable once.
 
     Raises:
-        ValueError: shapes disagree, `initial_state` / `bias` / `log_decay` is passed to the bidirectional form,
-            `log_decay` is above 0, or the backend is unknown or does not support these tokens.
+        ValueError: shapes disagree, `initial_state` / `bias` / `log_decay` is passed to the bidirectional form, `log_decay` is
+            above 0, or the backend is unknown or does not support these tokens.
         IndexError: a position is not an index into `bias` (on a CPU).
         RuntimeError: the requested backend is "triton", and its kernels fail or are wrong on this device.
 
@@ -124,6 +126,7 @@ def tssa(
     if causal and seq_idx is not None:
         log_decay = reset_at_starts(log_decay, seq_idx, dtype)
     temp, form = temp.to(dtype), "causal" if causal else "bidirectional"
+    state = None if initial_state is None else as_state(initial_state, w)
     kernels = None
     if softmax is None and (causal or seq_idx is None):
         kernels = find_kernels(w, backend, form, normalize_scores, decay=log_decay is not None, gradients=needs_grad)
@@ -131,7 +134,6 @@ def tssa(
         from .tssa_cpu import tssa_cpu
 
         bias = None if bias is None else bias.to(dtype)
-        state = None if initial_state is None else as_state(initial_state, w)
         output, membership, final_state = tssa_cpu(
             w, temp, bias, positions, mask, log_decay, state, normalize_scores, causal, needs_grad
         )
@@ -140,11 +142,10 @@ def tssa(
     if kernels == "triton":
         from .tssa_triton import tssa_triton
 
-        output, membership, final_state = tssa_triton(w, temp, bias, mask, log_decay, initial_state, causal)
+        output, membership, final_state = tssa_triton(w, temp, bias, mask, log_decay, state, causal)
         return TSSAOutput(output, membership.transpose(1, 2), final_state)
     padding, softmax = None if mask is None else ~mask, softmax or softmax_over_heads
     if causal:
-        state = None if initial_state is None else as_state(initial_state, w)
         output, membership, final_state = causal_reference(w, temp, bias, padding, state, log_decay, softmax, normalize_scores)
     else:
         output, membership = bidirectional(w, temp, padding, seq_idx, softmax, normalize_scores)
@@ -166,24 +167,21 @@ def tssa_step(
     backend: str | None = None,
     in_place: bool = False,
 ) -> TSSAOutput:
-    """Causal TSSA of one new token.
+    """Causal TSSA of one token per sequence, from the recurrent state before it; arguments not listed are those of `tssa`.
 
     Args:
         w: the projected token, (B, H, p).
-        temp: H numbers of any shape.
         bias: score bias of the token, (H,) or (B, H), or of each position, (positions, H).
-        positions: (B,) integers; as in `tssa`.
+        positions: (B,) integers.
         mask: (B,), true or 1 where the token is real; padding leaves the state unchanged.
         initial_state: the state before the token; None at the start of a sequence. Not modified unless `in_place`.
-        log_decay: (H,) or (B, H); as in `tssa`.
-        normalize_scores: as in `tssa`.
-        softmax: as in `tssa`.
-        backend: as in `tssa`. The Triton kernel has no gradient: where one is needed, the reference runs.
+        log_decay: (H,) or (B, H).
+        backend: the kernels of one token have no gradient: where one is needed, the reference implementation runs.
         in_place: whether the tensors of `initial_state` are updated in place, as in decoding. They must have the dtypes of a
             `TSSAState`, and nothing may need a gradient.
 
     Returns:
-        `TSSAOutput` with the output (B, H, p), the membership (B, H) and the new state.
+        `TSSAOutput` with the output (B, H, p), the membership (B, H) and the state after the token.
 
     Raises:
         ValueError: `log_decay` has another shape or is above 0, the backend is unknown or does not support these tokens, or
@@ -211,31 +209,24 @@ def tssa_step(
     kernels = None
     if softmax is None:
         kernels = find_kernels(w, backend, "step", normalize_scores, decay=log_decay is not None)
+    if kernels is None or needs_grad:
+        bias, padding = select_bias(bias, positions, dtype), None if mask is None else ~mask
+        softmax = softmax or softmax_over_heads
+        return TSSAOutput(*step(w, temp, bias, padding, state, log_decay, softmax, normalize_scores, in_place))
+    if not in_place:  # the kernels update it
+        state = TSSAState(*(x.clone(memory_format=torch.contiguous_format) for x in state))
     if kernels == "numba":
-        from .tssa_cpu import step_cpu, tssa_cpu
+        from .tssa_cpu import step_cpu
 
         bias = None if bias is None else bias.to(dtype)
-        if in_place:
-            output, membership = step_cpu(w, temp, bias, positions, mask, log_decay, state, normalize_scores)
-            return TSSAOutput(output, membership, state)
-        bias = bias if bias is None or positions is not None else bias.unsqueeze(-2)
-        positions, mask, log_decay = (None if x is None else x.unsqueeze(1) for x in (positions, mask, log_decay))
-        output, membership, final_state = tssa_cpu(
-            w.unsqueeze(1), temp, bias, positions, mask, log_decay, state, normalize_scores, True, needs_grad
-        )
-        return TSSAOutput(output.squeeze(1), membership.squeeze(1), final_state)
-    bias = select_bias(bias, positions, dtype)
-    if kernels == "triton" and not needs_grad:
+        output, membership = step_cpu(w, temp, bias, positions, mask, log_decay, state, normalize_scores)
+    else:
         from .tssa_triton import tssa_step_triton
 
-        if not in_place:
-            # the kernel updates it in place
-            state = TSSAState(*(x.clone(memory_format=torch.contiguous_format) for x in state))
+        bias = select_bias(bias, positions, dtype)
         bias = None if bias is None else bias.expand(w.shape[:2])
         output, membership = tssa_step_triton(w, temp, bias, mask, log_decay, *state)
-        return TSSAOutput(output, membership, state)
-    padding, softmax = None if mask is None else ~mask, softmax or softmax_over_heads
-    return TSSAOutput(*step(w, temp, bias, padding, state, log_decay, softmax, normalize_scores, in_place))
+    return TSSAOutput(output, membership, state)
 
 
 def _needs_grad(*tensors: torch.Tensor | None) -> bool:
@@ -361,8 +352,7 @@ def _check_positions(w: torch.Tensor, bias: torch.Tensor | None, positions: torc
 
 
 def _check_mask(mask: torch.Tensor | None) -> None:
-    """Raises for a mask with other values than 0 and 1, such as an additive one. On a GPU, which would synchronize, checks
-    the dtype only."""
+    """Raises for a mask with other values than 0 and 1, such as an additive one; on a GPU, checks only the dtype."""
     if mask is None or mask.dtype == torch.bool or is_traced():
         return
     if not ((mask == 0) | (mask == 1)).all() if mask.device.type == "cpu" else mask.is_floating_point():

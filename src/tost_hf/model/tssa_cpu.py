@@ -1,12 +1,15 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""TSSA and the short convolution on CPUs: loops over tokens, compiled by numba, with the backward in closed form.
+"""The numba backend of TSSA and of the short convolution: kernels for CPUs, with the backward in closed form.
 
-tssa_reference.py defines what is computed and the names S, N, D and Pi. Sequences are ranges of one array of tokens (N, H, p),
-so that the sequences of a batch, one-token steps and the requests that vLLM serves together are computed by the same loops.
-Tokens are processed in chunks. Running sums are the sums before the chunk, a `carry`, multiplied by the decays of the chunk's
-tokens up to this one, plus the `local` sums of the chunk's tokens. Both are float32, but at the end of a chunk they are added
-in float64, so that the error does not grow with the number of tokens. The backward recomputes the sums of a chunk from those
-before it, which the forward saves, and goes through the chunks from the last to the first.
+tssa_reference.py defines what is computed and the names S, N, D and Pi. Sequences are ranges of one array of tokens (N, H, p):
+the same loops compute the sequences of a batch, one-token steps and the requests that vLLM serves together. Tokens are
+processed in chunks, in which a running sum after token t is
+
+    carry * (product of the chunk's decays up to t) + local
+
+with `carry`, the sum before the chunk, and `local`, the decayed sum of the chunk's tokens, in float32. At the end of a chunk
+they are added in float64, so that the error does not grow with the number of tokens. The forward saves the state before each
+chunk; the backward recomputes a chunk's sums from it, from the last chunk to the first.
 
 A decay of 0 resets the state instead of multiplying it, so that infinities and NaN do not reach other packed sequences.
 Gradients `grad_x` are with respect to x. The output is computed as -w Pi D / (N + D), where D includes the epsilon.
@@ -107,6 +110,14 @@ def _select_tokens(first, last, mask, tokens):
             tokens[n] = t
             n += 1
     return n
+
+
+@_jit
+def _zero_padding(first, last, mask, values):
+    """Sets `values` (N, ...) to 0 at the padding from `first` to before `last`."""
+    for t in range(first, last):
+        if not mask[t]:
+            values[t] = values.dtype.type(0)
 
 
 @_jit
@@ -223,12 +234,10 @@ def _causal_forward(
                 _copy(D_carry, saved_D)
             n = _select_tokens(start, end, mask, tokens)
             if n < end - start:
-                for t in range(start, end):
-                    if not mask[t]:
-                        output[t] = zero
-                        membership[t] = 0
-                        if saves:
-                            score[t] = 0
+                _zero_padding(start, end, mask, output)
+                _zero_padding(start, end, mask, membership)
+                if saves:
+                    _zero_padding(start, end, mask, score)
             if has_decay:
                 _compute_decays(log_decay, starts[r], mask, tokens, n, decay, from_start, to_end, total_decay)
             for j in range(n):
@@ -315,12 +324,10 @@ def _causal_backward(
             saved_S, saved_N, saved_D = _split_sums(carries[r, k], H, P)
             n = _select_tokens(start, end, mask, tokens)
             if n < end - start:
-                for t in range(start, end):
-                    if not mask[t]:
-                        grad_score[t] = 0
-                        grad_w[t] = zero
-                        if has_decay:
-                            grad_log_decay[t] = 0
+                _zero_padding(start, end, mask, grad_score)
+                _zero_padding(start, end, mask, grad_w)
+                if has_decay:
+                    _zero_padding(start, end, mask, grad_log_decay)
             if has_decay:
                 _compute_decays(log_decay, starts[r], mask, tokens, n, decay, from_start, to_end, total_decay)
 
@@ -1033,7 +1040,7 @@ def tssa_cpu(
     causal: bool,
     needs_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState | None]:
-    """`tssa.tssa` with the kernels, without its checks.
+    """TSSA, as `tssa.tssa` without its checks.
 
     Args:
         w: (B, T, H, p), of a dtype that `check_supported` accepts; float16 is cast.
@@ -1066,7 +1073,7 @@ def step_cpu(
     state: TSSAState,
     normalize_scores: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and membership of one token w (B, H, p) of each sequence; updates `state` in place, without a gradient."""
+    """Causal TSSA of one token w (B, H, p) per sequence: output and membership, without a gradient. Updates `state`."""
     tokens = np.ascontiguousarray(as_array(w.float() if w.dtype == torch.float16 else w))
     heads, results = parameter_array(temp), (np.empty_like(tokens), np.empty(tokens.shape[:2], F32))
     positions, mask, log_decay = (None if x is None else x.unsqueeze(1) for x in (positions, mask, log_decay))
