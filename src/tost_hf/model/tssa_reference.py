@@ -81,13 +81,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def state_shapes(w: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    """Shapes of the three sums of a state, for tokens w (B, T, H, p)."""
+    """Shapes of a state's three tensors, for tokens w (B, T, H, p)."""
     B, _, H, p = w.shape
     return (B, H, p), (B, H, p), (B, H)
 
 
 def state_dtypes(w: torch.Tensor) -> tuple[torch.dtype, ...]:
-    """Dtypes of the three sums of a state, for tokens like `w`."""
+    """Dtypes of a state's three tensors, for tokens like `w`."""
     sum_dtype = torch.float32 if w.device.type == "mps" else torch.float64  # MPS has no float64
     return compute_dtype(w.dtype), sum_dtype, sum_dtype
 
@@ -98,7 +98,7 @@ def zero_state(w: torch.Tensor) -> TSSAState:
 
 
 def as_state(sums: Iterable[torch.Tensor], w: torch.Tensor) -> TSSAState:
-    """Casts three sums to the dtypes of a state for tokens like `w`; returns a state that has them itself."""
+    """Casts three tensors to the dtypes of a state for tokens like `w`; returns a state that has them itself."""
     sums, dtypes = TSSAState(*sums) if type(sums) is not TSSAState else sums, state_dtypes(w)
     return sums if (*(x.dtype for x in sums),) == dtypes else TSSAState(*(x.to(dtype) for x, dtype in zip(sums, dtypes)))
 
@@ -168,7 +168,7 @@ def causal(
     softmax: Callable[..., torch.Tensor] = softmax_over_heads,
     normalize_scores: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
-    """Causal TSSA: prefix sums over the tokens.
+    """Causal TSSA (see the formulas above).
 
     Args:
         bias: the score bias of each token, (T, H) or (B, T, H), in the compute dtype.
@@ -205,11 +205,7 @@ def bidirectional(
     softmax: Callable[..., torch.Tensor] = softmax_over_heads,
     normalize_scores: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bidirectional TSSA: sums over all tokens.
-
-    Args:
-        seq_idx: (B, T), sequence numbers of packed sequences.
-        softmax: as in `causal`.
+    """Bidirectional TSSA of sequences or, with sequence numbers `seq_idx` (B, T), packed sequences; `softmax` as in `causal`.
 
     Returns:
         Output (B, T, H, p) in the dtype of `w`, and membership (B, T, H).

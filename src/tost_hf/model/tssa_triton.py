@@ -1,26 +1,24 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The GPU backend of TSSA: Triton kernels, forward and backward, causal and bidirectional, and the one-token decoding step.
+"""The Triton backend of TSSA: kernels for GPUs, forward and backward, causal and bidirectional, and the one-token step.
 
-The operator is two chained sums over tokens with a softmax over heads between them. As in Mamba-2's chunked scan, tokens are
-split into chunks, and only the totals of chunks cross their boundaries. Forward and backward run three kernels each, which
-process all chunks in parallel, with a scan over the chunk totals ("state passing") after the first and the second:
+TSSA is two chained sums over tokens with a softmax over heads between them. As in Mamba-2's chunked scan, tokens are split
+into chunks, and only the totals of chunks cross their boundaries. Forward and backward run three kernels each, which process
+all chunks in parallel, with a scan over the chunk totals ("state passing") after the first and the second:
 
     forward    totals of S          -> scan -> membership, totals of N and D -> scan -> output
     backward   totals of dN and dD  -> scan -> score gradient, totals of dS  -> scan -> dw
 
 with S = sum w^2, N = sum Pi w^2, D = sum Pi: prefix sums in the causal form, totals in the bidirectional one (`CAUSAL`). The
-gradient of a prefix sum is a suffix sum, so the backward scans run in reverse. With decay (`log_decay`), the causal state is
+gradient of a prefix sum is a suffix sum, so the backward scans run in reverse. With decay (`log_decay`), the state is
 multiplied by the decay before each token is added: chunk totals are decayed to the chunk's end (those of gradients to its
-start), and the scans read each chunk's sum of log decays. The backward processes a chunk from its end and needs the forward's
-state before each token: its first kernel stores it before every sub-chunk of 8 tokens.
+start), and the scans read each chunk's sum of log decays; packed sequences have a log decay of -inf at their first tokens. The
+backward processes a chunk from its end and needs the state before each token: its first kernel stores it for each sub-chunk.
 
-A state consists of the three sums of a sequence, a chunk or a sub-chunk, and is stored in a float32 tensor (states, 2 C + H),
-C = H p, as S, N, D; gradients are stored as dS, dN, dD. No sum is formed by subtraction, and there are no atomics: results are
-bitwise reproducible. Chunks are 64 tokens from the sequence's start, so an output never depends on later tokens. Packed
-sequences have a log decay of minus infinity at their first tokens.
+The state (S, N, D) of a sequence, chunk or sub-chunk is a row of a float32 tensor (states, 2 C + H), C = H p; gradients are
+stored as dS, dN, dD. No sum is formed by subtraction, and there are no atomics: results are bitwise reproducible. Chunks are
+counted from the sequence's start, so an output never depends on later tokens.
 
-The kernels are registered as custom operators, which are opaque to compilers, in a namespace named after the package that
-contains this file: an installed package and remote code can both be loaded. This file can be imported without Triton.
+The kernels are registered as custom operators, which are opaque to compilers. This file can be imported without Triton.
 """
 
 from __future__ import annotations
@@ -843,7 +841,7 @@ def tssa_step_triton(
     sum_weighted_sq: torch.Tensor,
     sum_membership: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal TSSA of one new token. Not differentiable: a backward through it raises an error.
+    """Causal TSSA of one token per sequence: output (B, H, p) in `w`'s dtype and membership (B, H), without a gradient.
 
     Args:
         w: (B, H, p), of a dtype and device that `check_supported` accepts.
@@ -851,11 +849,8 @@ def tssa_step_triton(
         bias: (B, H), float32, or None.
         mask: (B,), bool, or None; padding leaves the state unchanged.
         log_decay: (B, H), float32, or None.
-        sum_sq, sum_weighted_sq, sum_membership: (B, H, p), (B, H, p) and (B, H), float32 or float64 and contiguous; updated
-            in place. For long sequences the last two should be float64.
-
-    Returns:
-        The output (B, H, p) in `w`'s dtype and the membership (B, H).
+        sum_sq, sum_weighted_sq, sum_membership: the state, (B, H, p), (B, H, p) and (B, H), float32 or float64 and contiguous;
+            updated in place. For long sequences the last two should be float64.
 
     Raises:
         ValueError: the state is not contiguous.
@@ -905,7 +900,7 @@ def tssa_triton(
     state: TSSAState | None,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState | None]:
-    """`tssa.tssa` with the kernels, without its checks.
+    """TSSA, as `tssa.tssa` without its checks.
 
     Args:
         w: (B, T, H, p), of a dtype and device that `check_supported` accepts.
@@ -914,11 +909,10 @@ def tssa_triton(
         mask: (B, T), bool, true at real tokens, or None.
         log_decay: (B, T, H) or (B, T, 1), float32, 0 at padding, or None; causal form only.
         state: the recurrent state before the first token, or None; causal form only.
-        causal: prefix sums or totals.
 
     Returns:
         The output (B, T, H, p) in `w`'s dtype, the membership (B, T, H), and the state after the last token (None in the
-        bidirectional form), all differentiable once with respect to w, temp, bias, log_decay and state.
+        bidirectional form), all differentiable once.
     """
     B, T, H, p = w.shape
     bias, log_decay = (None if x is None else x.expand(B, T, H) for x in (bias, log_decay))
