@@ -298,11 +298,30 @@ def test_generate_from_a_saved_document(long_model, tokens, tmp_path):
     assert torch.equal(long_model.generate(prompt, past_key_values=cache, **GREEDY), long_model.generate(prompt, **GREEDY))
 
 
+@pytest.mark.parametrize(
+    "options, real_tokens",
+    [({}, slice(None)), ({}, slice(20, None)), ({}, slice(30)), (MIXED, slice(20, None))],
+    ids=["unpadded", "left padding", "right padding", "left padding, hybrid"],
+)
+@torch.no_grad()
+def test_prefill_of_a_batch_equals_a_single_forward_pass(options, real_tokens):
+    """The next tokens have the same logits after both, also with more padding than a chunk."""
+    model = randomize(ToSTForCausalLM(small_config(**LONG_CONTEXT | options))).eval()
+    prompt, mask = torch.randint(1, 320, (2, 50)), torch.zeros(2, 50, dtype=torch.long)
+    mask[0] = mask[1, real_tokens] = 1
+    caches = prefill_cache(model, prompt, mask, chunk_size=16), model(prompt, attention_mask=mask).past_key_values
+    next_mask = torch.cat([mask, torch.ones(2, 3, dtype=torch.long)], 1)
+    actual, expected = (model(prompt[:, :3], attention_mask=next_mask, past_key_values=cache).logits for cache in caches)
+    torch.testing.assert_close(actual, expected, **F32)
+
+
 def test_prefill_cache_rejects_bad_documents(long_model, tokens):
     with pytest.raises(ValueError, match="at least one token"):
         prefill_cache(long_model, tokens[:, :0])
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
         prefill_cache(long_model, tokens, chunk_size=0)
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \(1, 150\), got \(1, 9\)"):
+        prefill_cache(long_model, tokens, torch.ones(1, 9))
     with pytest.raises(ValueError, match="positions for 16: use a shorter prompt"):
         prefill_cache(ToSTForCausalLM(small_config(vocab_size=320, max_position_embeddings=16)), tokens)
 

@@ -51,32 +51,46 @@ def state_bytes(config: PreTrainedConfig) -> StateBytes:
 
 @torch.no_grad()
 def prefill_cache(
-    model: Any, input_ids: torch.Tensor, *, chunk_size: int = PREFILL_CHUNK_SIZE, progress_bar: bool = False
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    chunk_size: int = PREFILL_CHUNK_SIZE,
+    progress_bar: bool = False,
 ) -> ToSTCache:
-    """Processes a prompt (1, T) of any length by chunked prefill: activations take the memory of `chunk_size` tokens.
+    """Processes prompts (B, T) of any length by chunked prefill: activations take the memory of `chunk_size` tokens.
+
+    Args:
+        attention_mask: (B, T), 1 at tokens and 0 at padding on either side.
 
     Raises:
-        ValueError: the prompt is empty, not one sequence, or longer than the model's position table; `chunk_size` is below 1.
+        ValueError: there are no tokens, a prompt is longer than the model's position table, or `chunk_size` is below 1.
 
     Example:
         >>> cache = prefill_cache(model, input_ids, progress_bar=True)
         >>> save_cache(cache, "manual.safetensors")
     """
-    if input_ids.ndim != 2 or len(input_ids) != 1 or not input_ids.numel():
-        raise ValueError(f"input_ids must be (1, T) with at least one token, got {tuple(input_ids.shape)}.")
+    if input_ids.ndim != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids must be (B, T) with at least one token, got {tuple(input_ids.shape)}.")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
-    max_length = model.config.max_position_embeddings
-    if input_ids.shape[1] > max_length:
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask must have shape {tuple(input_ids.shape)}, got {tuple(mask.shape)}.")
+    num_tokens, max_length = int(mask.sum(1).max()), model.config.max_position_embeddings
+    if num_tokens > max_length:
         raise ValueError(
-            f"The prompt has {input_ids.shape[1]:,} tokens, the model positions for {max_length:,}: use a shorter prompt, or "
-            "a model without a position table."
+            f"The prompt has {num_tokens:,} tokens, the model positions for {max_length:,}: use a shorter prompt, or a model "
+            "without a position table."
         )
-    cache = ToSTCache(model.config)
-    with logging.tqdm(total=input_ids.shape[1], unit="token", disable=not progress_bar) as bar:
-        for chunk in input_ids.to(model.device).split(chunk_size, 1):
-            model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            bar.update(chunk.shape[1])
+    input_ids, mask = input_ids.to(model.device), mask.to(model.device)
+    cache, length = ToSTCache(model.config), input_ids.shape[1]
+    with logging.tqdm(total=length, unit="token", disable=not progress_bar) as bar:
+        for start in range(0, length, chunk_size):
+            end = min(start + chunk_size, length)
+            inputs = {"input_ids": input_ids[:, start:end], "attention_mask": mask[:, :end]}  # also of the cached tokens
+            model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            bar.update(end - start)
     return cache
 
 
