@@ -43,7 +43,7 @@ from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
 
 import tost_hf  # noqa: F401  registers the models with the Auto classes
-from tost_hf.training.metrics import TopKAccuracy
+from tost_hf.training.metrics import Accuracy
 
 
 logger = logging.getLogger("evaluate_image_classification")
@@ -140,7 +140,7 @@ def main(args: list[str] | None = None) -> None:
     predictions = predict(model, images, args.batch_size, args.dataloader_num_workers)
     height, width = images[0]["pixel_values"].shape[-2:]
     protocol = f"images made {height} x {width} by the model's processor, {len(names)} classes, {model.dtype}"
-    accuracies = TopKAccuracy().compute(predictions=predictions.tolist(), references=examples["label"][:])
+    accuracies = Accuracy().compute(predictions=predictions.tolist(), references=examples["label"][:])
     measurements = [Measurement("accuracy", f"Accuracy (top-1{args.limit})", accuracies["accuracy"], len(examples), protocol)]
     if predictions.shape[1] == 5:
         measurements.append(

@@ -29,7 +29,7 @@ from transformers import (
 
 from tost_hf import ToSTTrainer, ToSTTrainingArguments
 from tost_hf.training.callbacks import TrainingFilesCallback
-from tost_hf.training.metrics import TokenAccuracy, perplexity
+from tost_hf.training.metrics import Accuracy, perplexity
 from tost_hf.training.streams import collate_blocks
 
 
@@ -112,7 +112,7 @@ def preprocess_logits_for_metrics(logits, labels):
 
 def compute_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
     predictions, labels = eval_prediction.predictions[:, :-1], eval_prediction.label_ids[:, 1:]
-    accuracy = TokenAccuracy().compute(predictions=predictions.ravel(), references=labels.ravel())
+    accuracy = Accuracy().compute(predictions=predictions.ravel(), references=labels.ravel())
     return accuracy | {"perplexity": perplexity(float(eval_prediction.losses.mean()))}
 
 

@@ -45,7 +45,7 @@ from transformers import (
 
 from tost_hf.image_processing import CROPS, convert_image, make_image_processor
 from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed
-from tost_hf.training.metrics import TopKAccuracy
+from tost_hf.training.metrics import Accuracy
 from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
 
@@ -322,7 +322,7 @@ def preprocess_logits_for_metrics(logits, labels):
 
 
 def compute_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
-    return TopKAccuracy().compute(predictions=eval_prediction.predictions, references=eval_prediction.label_ids)
+    return Accuracy().compute(predictions=eval_prediction.predictions, references=eval_prediction.label_ids)
 
 
 def select_samples(splits: dict[str, Dataset], data_args: DataTrainingArguments, training_args) -> None:

@@ -16,7 +16,7 @@ import tost_hf
 from tost_hf import ToSTForImageClassification, ToSTVisionConfig
 from tost_hf.image_processing import convert_image, make_image_processor, save_image_processor
 from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed, mix
-from tost_hf.training.metrics import TopKAccuracy
+from tost_hf.training.metrics import Accuracy
 
 
 MEAN, STD = [0.5, 0.5, 0.5], [0.25, 0.25, 0.25]
@@ -96,9 +96,9 @@ def test_collator_mixes_training_views_only():
 
 
 def test_top_k_accuracy():
-    accuracies = TopKAccuracy().compute(predictions=[[5, 7, 9, 1, 2], [3, 1, 0, 2, 8], [1, 2, 3, 4, 5]], references=[5, 0, 9])
+    accuracies = Accuracy().compute(predictions=[[5, 7, 9, 1, 2], [3, 1, 0, 2, 8], [1, 2, 3, 4, 5]], references=[5, 0, 9])
     assert accuracies == {"accuracy": pytest.approx(1 / 3), "top5_accuracy": pytest.approx(2 / 3)}
-    metric = TopKAccuracy()  # with fewer classes than five
+    metric = Accuracy()  # with fewer classes than five
     metric.add_batch(predictions=[[0, 1], [1, 0]], references=[0, 0])
     assert metric.compute() == {"accuracy": 0.5, "top5_accuracy": 1.0}
 

@@ -16,7 +16,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 import tost_hf
 from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
 from tost_hf.model.base_tost import AUTO_MAPS
-from tost_hf.training.metrics import TokenAccuracy, perplexity
+from tost_hf.training.metrics import Accuracy, perplexity
 
 
 # The recipe ----------------------------------------------------------------------------------------------------------
@@ -304,13 +304,13 @@ def test_lora(tmp_path, tiny_model):
 
 
 def test_metrics():
-    result = TokenAccuracy().compute(predictions=[5, 7, 9, 1], references=[5, 8, 9, -100])
+    result = Accuracy().compute(predictions=[5, 7, 9, 1], references=[5, 8, 9, -100])
     assert result == {"accuracy": pytest.approx(2 / 3)}
-    metric = TokenAccuracy()
+    metric = Accuracy()
     metric.add_batch(predictions=[1, 2], references=[1, 3])
     metric.add_batch(predictions=[4], references=[4])
     assert metric.compute() == {"accuracy": pytest.approx(2 / 3)}
-    assert math.isnan(TokenAccuracy().compute(predictions=[1], references=[-100])["accuracy"])
+    assert math.isnan(Accuracy().compute(predictions=[1], references=[-100])["accuracy"])
     assert perplexity(math.log(7)) == pytest.approx(7)
     assert perplexity(1e6) == math.inf and math.isnan(perplexity(math.nan))
 

@@ -41,7 +41,7 @@ from scripting import (
 from tost_hf import ToSTTrainer, ToSTTrainingArguments
 from tost_hf.files import EVALUATION
 from tost_hf.model.configuration_tost import LRA_PRESETS
-from tost_hf.training.metrics import TokenAccuracy
+from tost_hf.training.metrics import Accuracy
 
 
 logger = logging.getLogger("run_lra")
@@ -134,7 +134,7 @@ def preprocess_logits_for_metrics(logits, labels):
 
 
 def compute_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
-    return TokenAccuracy().compute(predictions=eval_prediction.predictions, references=eval_prediction.label_ids)
+    return Accuracy().compute(predictions=eval_prediction.predictions, references=eval_prediction.label_ids)
 
 
 def load_examples(data_args: DataArguments, name: str, length: int, classes: int) -> dict[str, Examples]:

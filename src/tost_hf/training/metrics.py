@@ -8,73 +8,40 @@ import evaluate
 import numpy as np
 
 
-IGNORED_LABEL = -100
+class Accuracy(evaluate.Metric):
+    """Fraction of correct predictions; references of -100 are ignored.
 
-
-class TokenAccuracy(evaluate.Metric):
-    """Fraction of tokens predicted correctly; references of -100 are ignored.
+    A prediction is a class or token id, or the most likely ids, best first: then "top5_accuracy" is returned as well.
 
     Example:
 
     ```python
-    >>> from tost_hf.training.metrics import TokenAccuracy
+    >>> from tost_hf.training.metrics import Accuracy
 
-    >>> TokenAccuracy().compute(predictions=[5, 7, 9, 1], references=[5, 8, 9, -100])
+    >>> Accuracy().compute(predictions=[5, 7, 9, 1], references=[5, 8, 9, -100])
     {'accuracy': 0.6666666666666666}
-    ```
-    """
-
-    def __init__(self, *args, keep_in_memory: bool = True, **kwargs):
-        # in memory: processes that evaluate at the same time would otherwise share a file
-        super().__init__(*args, keep_in_memory=keep_in_memory, **kwargs)
-
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Fraction of tokens predicted correctly, without those whose reference is -100.",
-            citation="",
-            inputs_description="predictions: token ids; references: token ids, or -100 for ignored tokens.",
-            features=datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}),
-        )
-
-    def _compute(self, predictions, references) -> dict[str, float]:
-        predictions, references = np.asarray(predictions), np.asarray(references)
-        label_mask = references != IGNORED_LABEL
-        if not label_mask.any():
-            return {"accuracy": math.nan}
-        return {"accuracy": float((predictions == references)[label_mask].mean())}
-
-
-class TopKAccuracy(evaluate.Metric):
-    """Fraction of images whose class was the most likely one ("accuracy"), or among the k most likely ("top5_accuracy").
-
-    Predictions are the most likely classes of each image, best first: five, or all if there are fewer.
-
-    Example:
-
-    ```python
-    >>> from tost_hf.training.metrics import TopKAccuracy
-
-    >>> TopKAccuracy().compute(predictions=[[5, 7, 9, 1, 2], [3, 1, 0, 2, 8]], references=[5, 0])
+    >>> Accuracy().compute(predictions=[[5, 7, 9], [3, 1, 0]], references=[5, 0])
     {'accuracy': 0.5, 'top5_accuracy': 1.0}
     ```
     """
 
-    def __init__(self, *args, keep_in_memory: bool = True, **kwargs):
-        super().__init__(*args, keep_in_memory=keep_in_memory, **kwargs)
+    def __init__(self, **kwargs):
+        # in memory: processes that evaluate at the same time would otherwise share a file
+        super().__init__(keep_in_memory=True, **kwargs)
 
     def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Fraction of images whose class was the most likely one, or among the five most likely.",
-            citation="",
-            inputs_description="predictions: the most likely classes of each image, best first; references: its class.",
-            features=datasets.Features(
-                {"predictions": datasets.List(datasets.Value("int64")), "references": datasets.Value("int64")}
-            ),
-        )
+        ids = datasets.Value("int64")
+        features = [datasets.Features({"predictions": x, "references": ids}) for x in (ids, datasets.List(ids))]
+        return evaluate.MetricInfo(description=str(self.__doc__), citation="", features=features)
 
     def _compute(self, predictions, references) -> dict[str, float]:
-        matches = np.asarray(predictions) == np.asarray(references)[:, None]
-        return {"accuracy": float(matches[:, 0].mean()), "top5_accuracy": float(matches[:, :5].any(1).mean())}
+        predictions, references = np.asarray(predictions), np.asarray(references)
+        matches = (predictions.T == references)[..., references != -100]
+        if not matches.size:
+            return {"accuracy": math.nan}
+        if matches.ndim == 1:
+            return {"accuracy": float(matches.mean())}
+        return {"accuracy": float(matches[0].mean()), "top5_accuracy": float(matches[:5].any(0).mean())}
 
 
 def perplexity(loss: float) -> float:
@@ -85,4 +52,4 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-__all__ = ["TokenAccuracy", "TopKAccuracy", "perplexity"]
+__all__ = ["Accuracy", "perplexity"]
