@@ -1,6 +1,7 @@
 """The vision models: sizes, initial values, attention types, recorded outputs, saving and pipelines, bad input."""
 
 import copy
+import logging
 import math
 
 import pytest
@@ -17,7 +18,15 @@ from transformers import (
     pipeline,
 )
 
-from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTForImageClassification, ToSTModel, ToSTVisionConfig, ToSTVisionModel
+from tost_hf import (
+    ToSTBackbone,
+    ToSTConfig,
+    ToSTForCausalLM,
+    ToSTForImageClassification,
+    ToSTModel,
+    ToSTVisionConfig,
+    ToSTVisionModel,
+)
 from tost_hf.image_processing import make_image_processor
 from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES, VISION_PRESETS
 from tost_hf.model.modeling_tost_vision import ToSTVisionCrossCovarianceAttention, ToSTVisionSoftmaxAttention
@@ -210,7 +219,7 @@ def test_loss():
 
 CONVERSIONS = {
     "plain": lambda model: model,
-    "synchronised": nn.SyncBatchNorm.convert_sync_batchnorm,
+    "synchronized": nn.SyncBatchNorm.convert_sync_batchnorm,
     "compiled": lambda model: torch.compile(model, fullgraph=True, backend="eager"),
 }
 
@@ -285,6 +294,17 @@ def test_recorded_outputs(attention_type):
     assert [tuple(x.shape) for x in output.memberships or ()] == [(2, 4, 24)] * (2 if attention_type == "tssa" else 0)
     for membership in output.memberships or ():
         torch.testing.assert_close(membership.sum(1), torch.ones(2, 24))
+
+
+@pytest.mark.parametrize("model_class", [ToSTForImageClassification, ToSTBackbone])
+@parametrize_attention
+def test_output_attentions_warns_once_without_softmax_attention(attention_type, model_class, caplog):
+    logging.Logger.warning_once.cache_clear()  # transformers adds the method
+    model, pixels = model_class(tiny_config(attention_type=attention_type)), images()
+    for _ in range(2):
+        assert "attentions" not in model(pixels, output_attentions=True)
+    warnings = [record.message for record in caplog.records if "output_memberships=True" in record.message]
+    assert len(warnings) == (attention_type != "softmax")
 
 
 # Compilers -----------------------------------------------------------------------------------------------------------

@@ -48,15 +48,15 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
         num_channels: channels of an image.
         attention_type: "tssa", or one of the paper's baselines on the same trunk: "xca" (cross-covariance attention, XCiT) or
             "softmax" (plain attention).
-        normalize_patch_tokens: whether a class-attention block normalises the patch tokens as well as the class token before
+        normalize_patch_tokens: whether a class-attention block normalizes the patch tokens as well as the class token before
             its MLP, as all released models do (`tokens_norm` in the authors' code).
         mlp_type: "mlp", as published, or "ista", CRATE's step towards a sparse code in a learned dictionary (the paper's
             ablation; `ISTAStep`), which replaces the MLP together with its residual connection and LayerScale in the blocks
             over the patches; class-attention blocks have MLPs in both cases.
         ista_step_size: step size of the ISTA step.
         ista_threshold: threshold of the ISTA step.
-        normalize_scores: whether memberships are computed from squares that are normalised per channel over the patches, as
-            published, or from unnormalised squares (the paper's ablation), for which there is no Triton kernel.
+        normalize_scores: whether memberships are computed from squares that are normalized per channel over the patches, as
+            published, or from unnormalized squares (the paper's ablation), for which there is no Triton kernel.
         layer_norm_eps: epsilon of the LayerNorms.
         layer_scale_init_value: initial value of the LayerScale vectors (the authors' eta).
         qkv_bias: whether the attentions' input projections have a bias.

@@ -16,59 +16,43 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .base_tost import ToSTBaseModel, add_class_names
 from .configuration_tost_vision import ToSTVisionConfig
-from .layers_tost import MLP, ISTAStep, TokenStatisticsSelfAttention, make_dropout
+from .layers_tost import MLP, ISTAStep, MembershipsMixin, TokenStatisticsSelfAttention, make_dropout
 from .tssa_reference import compute_dtype
 
 
+logger = logging.get_logger(__name__)
+
+
 @dataclass
-class ToSTVisionModelOutput(BaseModelOutputWithPooling):
+class _VisionOutputMixin(MembershipsMixin):
+    class_attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class ToSTVisionModelOutput(_VisionOutputMixin, BaseModelOutputWithPooling):
     """Output of `ToSTVisionModel`: the fields of transformers' `BaseModelOutputWithPooling`, and two on request.
 
     Args:
-        memberships: with `output_memberships=True`, Pi of every TSSA block, each (B, H, N).
+        memberships: with `output_memberships=True`, Pi of every TSSA block, each (B, H, N) in float32.
         class_attentions: with `output_class_attentions=True`, the class token's attention weights over itself and the patches,
             of every class-attention block, each (B, H, 1, 1 + N).
-
-    Example:
-
-    ```python
-    >>> model = ToSTVisionModel(ToSTVisionConfig(hidden_size=32, num_attention_heads=4))
-    >>> outputs = model(torch.randn(1, 3, 64, 96), output_memberships=True)
-    >>> outputs.memberships[0].shape
-    torch.Size([1, 4, 24])
-    ```
     """
-
-    memberships: tuple[torch.FloatTensor, ...] | None = None
-    class_attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
 @dataclass
-class ToSTImageClassifierOutput(ImageClassifierOutput):
-    """Output of `ToSTForImageClassification`: logits (B, num_labels), the loss, and the fields of `ToSTVisionModelOutput`.
+class ToSTImageClassifierOutput(_VisionOutputMixin, ImageClassifierOutput):
+    """Output of `ToSTForImageClassification`: logits (B, num_labels), the loss, and the fields of `ToSTVisionModelOutput`."""
 
-    Args:
-        memberships: as in `ToSTVisionModelOutput`.
-        class_attentions: as in `ToSTVisionModelOutput`.
 
-    Example:
-
-    ```python
-    >>> model = ToSTForImageClassification(ToSTVisionConfig(hidden_size=32, num_attention_heads=4))
-    >>> outputs = model(torch.randn(1, 3, 64, 96), output_class_attentions=True)
-    >>> outputs.class_attentions[0].shape
-    torch.Size([1, 4, 1, 25])
-    ```
-    """
-
-    memberships: tuple[torch.FloatTensor, ...] | None = None
-    class_attentions: tuple[torch.FloatTensor, ...] | None = None
+@dataclass
+class ToSTBackboneOutput(MembershipsMixin, BackboneOutput):
+    """Output of `ToSTBackbone`: the fields of transformers' `BackboneOutput`, and `memberships`."""
 
 
 # Embeddings ----------------------------------------------------------------------------------------------------------
@@ -77,7 +61,7 @@ class ToSTImageClassifierOutput(ImageClassifierOutput):
 class ToSTVisionPatchEmbeddings(nn.Module):
     """The stem: 3x3 convolutions of stride 2, each with BatchNorm, one for each factor of two in the patch size.
 
-    In training, a BatchNorm whose `weight` is frozen (`requires_grad=False`) normalises by its running statistics and keeps
+    In training, a BatchNorm whose `weight` is frozen (`requires_grad=False`) normalizes by its running statistics and keeps
     them: adapters and new heads are trained and saved without the stem.
     """
 
@@ -208,7 +192,7 @@ class ToSTVisionSoftmaxAttention(_QKVAttention):
 
 
 class ToSTVisionCrossCovarianceAttention(_QKVAttention):
-    """The XCiT baseline (arXiv 2106.09681): attention between channels, normalised over the patches."""
+    """The XCiT baseline (arXiv 2106.09681): attention between channels, normalized over the patches."""
 
     def __init__(self, config: ToSTVisionConfig):
         super().__init__(config)
@@ -260,7 +244,7 @@ def _make_mlp(config: ToSTVisionConfig) -> nn.Module:
 
 
 class _ToSTVisionBlock(GradientCheckpointingLayer):
-    """Base of both kinds of block: two normalised residual branches with LayerScale and stochastic depth.
+    """Base of both kinds of block: two normalized residual branches with LayerScale and stochastic depth.
 
     An `ISTAStep` in place of the MLP has no residual connection, LayerScale or stochastic depth.
     """
@@ -297,7 +281,7 @@ class ToSTVisionLayer(_ToSTVisionBlock):
 
 
 class ToSTVisionClassAttentionLayer(_ToSTVisionBlock):
-    """A class-attention block as in the authors' code: the residual branches of patch tokens are the normalised tokens."""
+    """A class-attention block as in the authors' code: the residual branches of patch tokens are the normalized tokens."""
 
     def __init__(self, config: ToSTVisionConfig):
         super().__init__(config, ToSTVisionClassAttention(config), MLP(config, inner_dropout=config.hidden_dropout))
@@ -320,7 +304,7 @@ class ToSTVisionClassAttentionLayer(_ToSTVisionBlock):
 
 
 class ToSTVisionPreTrainedModel(ToSTBaseModel):
-    """Base class of all ToST vision models, and of no text model: weight initialisation, loading and saving.
+    """Base class of the ToST vision models: weight initialization, loading and saving.
 
     Example:
 
@@ -370,6 +354,15 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
         elif isinstance(module, ToSTVisionModel):
             init.trunc_normal_(module.class_token, std=self.config.initializer_range)
 
+    def _check_output_attentions(self, output_attentions: bool | None) -> None:
+        attention_type = self.config.attention_type
+        requested = self.config.output_attentions if output_attentions is None else output_attentions
+        if requested and attention_type != "softmax" and not torch.compiler.is_compiling():
+            logger.warning_once(
+                f"output_attentions=True returns no attentions: layers of attention_type {attention_type!r} have no softmax "
+                "attention between tokens. TSSA layers have memberships, which output_memberships=True returns."
+            )
+
 
 class ToSTVisionModel(ToSTVisionPreTrainedModel):
     """The ToST vision trunk: convolutional stem, TSSA blocks over the patches, class-attention blocks, final LayerNorm.
@@ -413,6 +406,7 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
             `last_hidden_state` (B, 1 + N, D), the class token, then the patches in row-major order, all after the final norm;
             `pooler_output` (B, D), the class token.
         """
+        self._check_output_attentions(kwargs.get("output_attentions"))
         hidden_states = self.embeddings(pixel_values)
         for layer in self.layers:
             hidden_states = layer(hidden_states)
@@ -471,25 +465,6 @@ class ToSTForImageClassification(ToSTVisionPreTrainedModel):
 # Backbone -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class ToSTBackboneOutput(BackboneOutput):
-    """Output of `ToSTBackbone`: the fields of transformers' `BackboneOutput`, and `memberships`.
-
-    Args:
-        memberships: as in `ToSTVisionModelOutput`.
-
-    Example:
-
-    ```python
-    >>> backbone = ToSTBackbone(ToSTVisionConfig(hidden_size=32, num_attention_heads=4))
-    >>> backbone(torch.randn(1, 3, 64, 96), output_memberships=True).memberships[-1].shape
-    torch.Size([1, 4, 24])
-    ```
-    """
-
-    memberships: tuple[torch.FloatTensor, ...] | None = None
-
-
 class ToSTBackbone(BackboneMixin, ToSTVisionPreTrainedModel):
     """Stem and TSSA blocks as a backbone: feature maps have `hidden_size` channels, one pixel per patch, and no final norm.
 
@@ -528,6 +503,7 @@ class ToSTBackbone(BackboneMixin, ToSTVisionPreTrainedModel):
             `feature_maps`, one (B, D, height / patch size, width / patch size) for each of `out_features`: "stem", the
             embedded patches with their positions, and "stage1", "stage2", ..., the patches after each block.
         """
+        self._check_output_attentions(kwargs.get("output_attentions"))
         patches = self.embeddings(pixel_values)
         grid = [side // self.config.patch_size for side in pixel_values.shape[-2:]]
         *earlier_stages, last_stage = (self.stage_names.index(name) for name in self.out_features)
