@@ -1,4 +1,4 @@
-"""The paper's ablations as options: ISTA in place of the MLP, unnormalised scores; language and vision models."""
+"""The paper's ablations as options: ISTA in place of the MLP, unnormalized scores; language and vision models."""
 
 import itertools
 import json
@@ -27,7 +27,7 @@ from tost_hf.parallel import parallelize
 
 
 F64 = {"rtol": 1e-9, "atol": 1e-9}
-ISTA_UNNORMALISED = {"mlp_type": "ista", "normalize_scores": False}
+ISTA_UNNORMALIZED = {"mlp_type": "ista", "normalize_scores": False}
 
 
 def test_ista_is_a_proximal_gradient_step():
@@ -59,7 +59,7 @@ def test_unnormalised_scores_are_sums_of_squares():
 @pytest.mark.parametrize("pre_norm", [True, False])
 @torch.no_grad()
 def test_ablated_encoder_ignores_padding(pre_norm, batch):
-    model = randomize(ToSTModel(small_config(is_causal=False, pre_norm=pre_norm, **ISTA_UNNORMALISED))).eval().double()
+    model = randomize(ToSTModel(small_config(is_causal=False, pre_norm=pre_norm, **ISTA_UNNORMALIZED))).eval().double()
     out = model(**batch).last_hidden_state
     for index, mask in enumerate(batch["attention_mask"].bool()):
         torch.testing.assert_close(out[index][mask], model(batch["input_ids"][index][mask][None])[0][0], **F64)
@@ -101,9 +101,9 @@ def test_parameter_counts_with_ista(config_class, model_class, name, fields, cou
 @pytest.mark.parametrize("kind", ["language", "vision"])
 def test_card_info_trace_and_conversion(kind, images, tmp_path):
     if kind == "language":
-        model, inputs = ToSTForCausalLM(small_config(**ISTA_UNNORMALISED)), {"input_ids": torch.randint(1, 97, (2, 9))}
+        model, inputs = ToSTForCausalLM(small_config(**ISTA_UNNORMALIZED)), {"input_ids": torch.randint(1, 97, (2, 9))}
     else:
-        model, inputs = ToSTForImageClassification(small_vision_config(**ISTA_UNNORMALISED)), {"pixel_values": images}
+        model, inputs = ToSTForImageClassification(small_vision_config(**ISTA_UNNORMALIZED)), {"pixel_values": images}
     randomize(model).save_pretrained(tmp_path)
     assert "mlp_type ista" in info(tmp_path)["options"] and "normalize_scores False" in info(tmp_path)["options"]
     card = build_card(tmp_path, license="mit").content

@@ -66,7 +66,7 @@ TRAINED_PARTS = {
     "LoRA and head": {"modules_to_save": ["classifier", "score"]},
     "LoRA and biases": {"bias": "all"},
     "LoRA and embeddings": {"modules_to_save": ["patch_embeddings", "embed_tokens"]},
-    "LoRA and one normalisation": {"modules_to_save": ["norms.0", "layers.0.input_layernorm"]},
+    "LoRA and one normalization": {"modules_to_save": ["norms.0", "layers.0.input_layernorm"]},
     "new head": None,
 }
 

@@ -36,7 +36,7 @@ def test_view_depends_on_its_seed_only():
     assert len({tensor.numpy().tobytes() for tensor in views}) == 30
     assert all(tensor.shape == (3, 16, 24) and tensor.dtype == torch.float32 for tensor in views)
     stacked = torch.stack(views)
-    assert stacked.min() >= -2 - 1e-5 and stacked.max() <= 2 + 1e-5  # pixels from 0 to 1, normalised
+    assert stacked.min() >= -2 - 1e-5 and stacked.max() <= 2 + 1e-5  # pixels from 0 to 1, normalized
 
 
 def test_padded_crop_is_a_window_of_the_reflected_image():
@@ -123,10 +123,10 @@ def test_image_processor_accepts_all_modes(tmp_path, size, crop):
 
 @pytest.mark.parametrize("num_channels", [1, 3])
 def test_image_processor_rejects_modes_that_transformers_misreads(tmp_path, num_channels):
-    grey = PILImage.linear_gradient("L")
+    gray = PILImage.linear_gradient("L")
     processor = make_image_processor(small_vision_config(num_channels=num_channels))
-    pixels = processor(grey, return_tensors="pt")["pixel_values"]
-    converted = {mode: grey.convert(mode) for mode in ("1", "P", "LA", "RGB", "RGBA", "CMYK")}
+    pixels = processor(gray, return_tensors="pt")["pixel_values"]
+    converted = {mode: gray.convert(mode) for mode in ("1", "P", "LA", "RGB", "RGBA", "CMYK")}
     for mode, picture in converted.items():
         if num_channels == 1:
             with pytest.raises(ValueError, match=f'mode {mode}: pass image.convert."L"'):
@@ -138,16 +138,16 @@ def test_image_processor_rejects_modes_that_transformers_misreads(tmp_path, num_
     for mode in ("I;16", "I", "F"):
         for read in (processor, lambda picture: convert_image(picture, num_channels)):
             with pytest.raises(ValueError, match=f"8 bits per channel .mode {mode}"):
-                read(grey.convert(mode))
+                read(gray.convert(mode))
     processor.save_pretrained(tmp_path)  # it loads without this package
     loaded = ViTImageProcessorPil.from_pretrained(tmp_path)
     assert json.loads((tmp_path / "preprocessor_config.json").read_text())["image_processor_type"] == "ViTImageProcessor"
-    assert torch.equal(loaded(grey, return_tensors="pt")["pixel_values"], pixels)
+    assert torch.equal(loaded(gray, return_tensors="pt")["pixel_values"], pixels)
 
 
 def test_evaluation_crops():
     picture = np.zeros((32, 64, 3), np.uint8)
-    picture[:, 16:48] = 255  # the centre, as wide as the picture is high
+    picture[:, 16:48] = 255  # the center, as wide as the picture is high
     low, high = ((value - np.array([0.485, 0.456, 0.406])) / [0.229, 0.224, 0.225] for value in (0, 1))
     center = make_image_processor(ToSTVisionConfig(image_size=32))(picture, return_tensors="np")["pixel_values"][0]
     np.testing.assert_allclose(center, np.broadcast_to(high[:, None, None], center.shape), rtol=1e-5)
@@ -157,14 +157,14 @@ def test_evaluation_crops():
 
 
 def test_processors_of_other_channel_counts(tmp_path, caplog):
-    """One-channel models get a processor that accepts grey images only; for 4 channels none is saved."""
+    """One-channel models get a processor that accepts gray images only; for 4 channels none is saved."""
     config = small_vision_config(num_channels=1)
     save_image_processor(config, tmp_path)
-    processor, grey_image = load_processor(tmp_path), PILImage.linear_gradient("L")
-    pixels = processor([grey_image, grey_image], return_tensors="pt")["pixel_values"]
+    processor, gray_image = load_processor(tmp_path), PILImage.linear_gradient("L")
+    pixels = processor([gray_image, gray_image], return_tensors="pt")["pixel_values"]
     assert pixels.shape == (2, 1, 16, 16) and ToSTForImageClassification(config)(pixels).logits.shape == (2, 2)
     with pytest.raises(ValueError, match="must have 3 elements"):
-        processor(grey_image.convert("RGB"))
+        processor(gray_image.convert("RGB"))
     save_image_processor(small_vision_config(num_channels=4), tmp_path / "other")
     assert not (tmp_path / "other").exists() and "none for images of 4 channels" in caplog.text
 

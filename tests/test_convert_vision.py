@@ -159,7 +159,7 @@ def save_authors_baseline(tmp_path, attention_type, width=192, **args):
 
 
 @pytest.mark.parametrize("attention_type", ["xca", "softmax"])
-def test_baselines_are_recognised(tmp_path, attention_type):
+def test_baselines_are_recognized(tmp_path, attention_type):
     source = save_authors_baseline(tmp_path, attention_type, model="vit_tiny_12_p4", input_size=16)
     config = ToSTVisionConfig.from_pretrained(to_folder(source, tmp_path / "model"))
     assert (config.attention_type, config.num_attention_heads) == (attention_type, 4)

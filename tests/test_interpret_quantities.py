@@ -217,12 +217,12 @@ def test_entropy(tiny_model, batch):
 
 
 def test_membership_clusters_score(monkeypatch):
-    """Two images of 6 x 6 patches: alternating colours with a head for each; one colour with a head for each quarter."""
+    """Two images of 6 x 6 patches: alternating colors with a head for each; one color with a head for each quarter."""
     pytest.importorskip("sklearn")
     y, x = torch.arange(6)[:, None], torch.arange(6)[None]
     checkerboard, quarters = 2 * (y % 2) + x % 2, 2 * (y // 3) + x // 3
-    colours = torch.tensor([[3.0, 0, 0], [0, 3, 0], [0, 0, 3], [-3, -3, -3]])
-    image = colours[checkerboard].permute(2, 0, 1).repeat_interleave(4, 1).repeat_interleave(4, 2)
+    colors = torch.tensor([[3.0, 0, 0], [0, 3, 0], [0, 0, 3], [-3, -3, -3]])
+    image = colors[checkerboard].permute(2, 0, 1).repeat_interleave(4, 1).repeat_interleave(4, 2)
     pixel_values = torch.stack([image, torch.ones(3, 24, 24)])
     heads = torch.stack([checkerboard, quarters]).flatten(1)
     membership = nn.functional.one_hot(heads, 4).double().transpose(1, 2)[:, None].expand(2, 3, 4, 36)
@@ -231,7 +231,7 @@ def test_membership_clusters_score(monkeypatch):
     monkeypatch.setattr(quantities, "trace_model", lambda *_, **__: fake_trace)
     scores = interpret.membership_clusters_score(None, pixel_values)
     assert all(score.shape == (2, 3) for score in scores)
-    assert (scores.score > 0.6).all()  # the first by colour alone, the second by position alone
+    assert (scores.score > 0.6).all()  # the first by color alone, the second by position alone
     assert (scores.shuffled.abs() < 0.3).all() and scores.shuffled.mean().abs() < 0.1
     assert (scores.other_image.abs() < 0.1).all()
 

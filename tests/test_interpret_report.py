@@ -142,7 +142,7 @@ def test_every_layer_and_head_of_a_photograph(tmp_path):
     pixel_values, picture = load_image(model, None, Image.fromarray(photograph), 48)
     maps = interpret.membership_maps(interpret.trace_model(model, pixel_values=pixel_values))[0]
     figure = plots.plot_membership_maps(maps, picture, range(1, 4))
-    panels = [axis for axis in figure.axes if len(axis.images) == 2]  # the photograph in grey and a map
+    panels = [axis for axis in figure.axes if len(axis.images) == 2]  # the photograph in gray and a map
     assert len(panels) == 3 * 4
     for panel, membership in zip(panels, maps.flatten(0, 1)):
         background, overlay = panel.images

@@ -171,6 +171,6 @@ def test_grpo_with_tools(folder, tokenizer, monkeypatch):
 
 
 def test_reward_model(folder):
-    """The head is newly initialised, so the loss starts near log 2."""
+    """The head is newly initialized, so the loss starts near log 2."""
     _, losses = train(trl.RewardTrainer, folder, PREFERENCES, steps=4)
     assert losses[-1] < losses[0]

@@ -21,7 +21,7 @@ CROPS = ("center", "squash")
 
 
 def convert_image(image: "Image", num_channels: int) -> "Image":
-    """Converts a Pillow image of any mode to RGB, or to grey for `num_channels=1`; transparent ones are put on white.
+    """Converts a Pillow image of any mode to RGB, or to gray for `num_channels=1`; transparent ones are put on white.
 
     Raises:
         ValueError: it has more than 8 bits per channel.
@@ -51,7 +51,7 @@ class _StrictImageProcessor(ViTImageProcessorPil):
         if is_pil_image(image):
             _check_depth(image)
             if not self.do_convert_rgb and image.mode != "L":
-                raise ValueError(f'The model is for grey images, got one of mode {image.mode}: pass image.convert("L").')
+                raise ValueError(f'The model is for gray images, got one of mode {image.mode}: pass image.convert("L").')
         return super().process_image(image, *args, **kwargs)
 
 
@@ -61,17 +61,17 @@ _StrictImageProcessor.__name__ = ViTImageProcessorPil.__name__  # by which trans
 def make_image_processor(
     config_or_size: "ToSTVisionConfig | int | tuple[int, int]", crop: str = "center"
 ) -> ViTImageProcessorPil:
-    """The processor that converts images of any size to `pixel_values`, normalised with ImageNet's mean and deviation.
+    """The processor that converts images of any size to `pixel_values`, normalized with ImageNet's mean and deviation.
 
-    For RGB models it converts images of any mode with 8 bits per channel. For models of grey images, `num_channels=1`, it
-    accepts grey images only, `image.convert("L")`: transformers has no setting that converts to grey. It rejects others. Once
+    For RGB models it converts images of any mode with 8 bits per channel. For models of gray images, `num_channels=1`, it
+    accepts gray images only, `image.convert("L")`: transformers has no setting that converts to gray. It rejects others. Once
     saved and loaded it is transformers' own class, which reads the indices of a palette and the bits of a bilevel image as
-    grey values, and clips 16-bit images.
+    gray values, and clips 16-bit images.
 
     Args:
         config_or_size: the configuration of a model, whose `image_size` and `num_channels` are used, or the side or (height,
             width) of RGB images.
-        crop: "center" resizes the shorter side and crops the centre, as after pre-training; "squash" resizes both sides,
+        crop: "center" resizes the shorter side and crops the center, as after pre-training; "squash" resizes both sides,
             whatever the aspect ratio, as after fine-tuning.
 
     Returns:
@@ -96,7 +96,7 @@ def make_image_processor(
         raise ValueError(f"The sides of an image must be at least 1, got {height} x {width}.")
     num_channels = getattr(config_or_size, "num_channels", 3)
     if num_channels not in (1, 3):
-        raise ValueError(f"There are image processors for RGB and grey images; the model has {num_channels} channels.")
+        raise ValueError(f"There are image processors for RGB and gray images; the model has {num_channels} channels.")
     mean, std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     if num_channels == 1:
         mean, std = ([sum(values) / 3] for values in (mean, std))

@@ -62,7 +62,7 @@ def export_model(
         source: a model folder, or a repository of the Hub.
         output_dir: the folder to write to.
         dtype: "float32", "float16" (statistics stay in float32) or "int8" (weights of matrix products, with ONNX Runtime's
-            quantiser).
+            quantizer).
         tokenizer: a folder or repository with the tokenizer; by default that of the model, if it has one.
         revision: branch, tag or commit of the repository.
         overwrite: write to a folder that is not empty. Files of the same names are replaced, the program of an earlier export

@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Quantities as matplotlib figures, 8 inches (1,280 pixels) wide; `layers` are the numbers in the titles, counted from 1.
 
-Numbers are drawn in cividis or viridis, which the colour-blind can tell apart; heads in the colours of Okabe and Ito, which
+Numbers are drawn in cividis or viridis, which the color-blind can tell apart; heads in the colors of Okabe and Ito, which
 repeat hatched past the eighth.
 """
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 WIDTH, DPI = 8, 160  # inches, and pixels per inch
 HEADS_PER_LINE, LAYERS_PER_LINE = 8, 6
-# Okabe and Ito's palette, with a grey in place of black, on which no text can be read
+# Okabe and Ito's palette, with a gray in place of black, on which no text can be read
 COLORS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
 HATCHES = ("", "////", "xxxx")
 
 
 def head_style(head: int) -> tuple[str, int]:
-    """A head's colour, and its mark: 0 for the first eight heads, 1 for the next eight, then 2."""
+    """A head's color, and its mark: 0 for the first eight heads, 1 for the next eight, then 2."""
     return COLORS[head % len(COLORS)], head // len(COLORS) % len(HATCHES)
 
 
@@ -55,7 +55,7 @@ def _add_colorbar(figure: "Figure", mappable: Any, axes: Any, label: str = "", a
 
 
 def _show_picture(axis, picture: torch.Tensor, pale: bool = False) -> Any:
-    """Shows a picture (height, width, 3) with values from 0 to 1; with `pale` in light greys, as background of a map."""
+    """Shows a picture (height, width, 3) with values from 0 to 1; with `pale` in light grays, as background of a map."""
     axis.axis("on")
     axis.set(xticks=[], yticks=[])
     if pale:  # one byte per pixel: every layer and head has a copy
@@ -64,7 +64,7 @@ def _show_picture(axis, picture: torch.Tensor, pale: bool = False) -> Any:
 
 
 def plot_membership_maps(maps: torch.Tensor, picture: torch.Tensor, layers: Sequence[int]) -> "Figure":
-    """Pi, or the class token's attention, of each layer and head over the picture, with one colour scale per layer.
+    """Pi, or the class token's attention, of each layer and head over the picture, with one color scale per layer.
 
     Args:
         maps: (layers, H, rows, columns), one value per patch; a patch is drawn as a square of its size in the picture.
@@ -179,7 +179,7 @@ def plot_membership_tokens(maps: torch.Tensor, layers: Sequence[int], line: floa
 def plot_decay(decay: torch.Tensor, half_lives: torch.Tensor, layers: Sequence[int]) -> "Figure":
     """Decay (layers, H, T) along a sequence, as `plot_membership_tokens`, beside each head's half-life (layers, H)."""
     figure = plot_membership_tokens(decay, layers, line=0.12)
-    for axis, half_life in zip(figure.axes, half_lives.tolist()):  # the strips come before their colour bars
+    for axis, half_life in zip(figure.axes, half_lives.tolist()):  # the strips come before their color bars
         half_life_axis = axis.secondary_yaxis("right")
         half_life_axis.set_yticks(range(len(half_life)), [f"{tokens:.3g}" for tokens in half_life], fontsize=5)
         half_life_axis.set_ylabel("half-life,\ntokens", fontsize=7)
@@ -187,7 +187,7 @@ def plot_decay(decay: torch.Tensor, half_lives: torch.Tensor, layers: Sequence[i
 
 
 def plot_compression(terms: "dict[str, CompressionTerms]") -> "Figure":
-    """Both compression terms by layer, a panel for each normalisation; of several images, mean and standard deviation."""
+    """Both compression terms by layer, a panel for each normalization; of several images, mean and standard deviation."""
     figure = _make_figure(3.2)
     for axis, (name, layer_terms) in zip(figure.subplots(1, len(terms), squeeze=False)[0], terms.items()):
         numbers = range(1, layer_terms.variational.shape[1] + 1)

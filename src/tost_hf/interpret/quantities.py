@@ -236,7 +236,7 @@ class ClustersScore(NamedTuple):
 def membership_clusters_score(model: "PreTrainedModel", pixel_values: torch.Tensor, seed: int = 0) -> ClustersScore:
     """Whether memberships group patches by what they show.
 
-    Per image, the patches are clustered by k-means (k = H) on their mean colour and their position, all standardised over the
+    Per image, the patches are clustered by k-means (k = H) on their mean color and their position, all standardized over the
     image; per layer, they are also partitioned by their strongest head. The adjusted mutual information of the two partitions
     is compared with two controls: the memberships shuffled over the patches, and those of another image.
 
@@ -257,7 +257,7 @@ def membership_clusters_score(model: "PreTrainedModel", pixel_values: torch.Tens
     metrics = require_extra("sklearn.metrics")
     trace = trace_model(model, pixel_values=pixel_values)
     if trace.grid is None:
-        raise ValueError("Patches are clustered by colour: this needs a vision model.")
+        raise ValueError("Patches are clustered by color: this needs a vision model.")
     B, layers, heads, N = trace.memberships.shape
     clusters = cluster_patches(pixel_values, trace.grid, heads, seed).numpy()
     strongest = trace.memberships.argmax(2)
@@ -273,11 +273,11 @@ def membership_clusters_score(model: "PreTrainedModel", pixel_values: torch.Tens
 
 
 def cluster_patches(pixel_values: torch.Tensor, grid: tuple[int, int], clusters: int, seed: int = 0) -> torch.Tensor:
-    """The k-means cluster of each patch by its mean colour, row and column, standardised over the image: (B, T)."""
+    """The k-means cluster of each patch by its mean color, row and column, standardized over the image: (B, T)."""
     cluster = require_extra("sklearn.cluster")
     positions = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float64) for side in grid))
-    colours = F.avg_pool2d(pixel_values.detach().cpu().double(), pixel_values.shape[-2] // grid[0]).flatten(2).transpose(1, 2)
-    features = torch.cat([colours, positions.expand(len(colours), -1, -1)], -1)
+    colors = F.avg_pool2d(pixel_values.detach().cpu().double(), pixel_values.shape[-2] // grid[0]).flatten(2).transpose(1, 2)
+    features = torch.cat([colors, positions.expand(len(colors), -1, -1)], -1)
     features = features - features.mean(1, keepdim=True)
     features = features / features.std(1, keepdim=True).clamp_min(1e-6)  # a constant feature stays 0
     fits = (cluster.KMeans(clusters, n_init=4, random_state=seed).fit(image.numpy()) for image in features)
