@@ -175,6 +175,33 @@ def test_saved_configuration_is_valid_without_this_package(preset, tmp_path):
     assert plain.num_hidden_layers == config.num_hidden_layers and plain.model_type == config.model_type
 
 
+@pytest.mark.parametrize("model_type", BASE)
+def test_dropout_aliases(model_type, tmp_path):
+    aliases = {"resid_pdrop": 0.1, "attention_probs_dropout_prob": 0.2, "embd_pdrop": 0.3}
+    config = load_changed(tmp_path, model_type, aliases)
+    assert (config.hidden_dropout, config.attention_dropout, config.embedding_dropout) == (0.1, 0.2, 0.3)
+    config.save_pretrained(tmp_path)
+    assert not aliases.keys() & json.loads((tmp_path / "config.json").read_text()).keys()
+    assert type(config).from_pretrained(tmp_path, embd_pdrop=0.5).embedding_dropout == 0.5
+
+
+def test_default_layer_types_follow_num_hidden_layers():
+    config = ToSTConfig(layer_types=[TSSA] * 12)
+    config.num_hidden_layers = 3
+    assert config.layer_types == [TSSA] * 3 and "layer_types" not in config.to_dict()
+
+
+def test_default_key_value_heads_follow_num_attention_heads(tmp_path):
+    """The attribute is always a number, as vLLM expects, but the default is not written to the file."""
+    ToSTConfig().save_pretrained(tmp_path)
+    config = ToSTConfig.from_pretrained(tmp_path, num_attention_heads=6)
+    assert config.num_key_value_heads == 6 and "num_key_value_heads" not in config.to_dict()
+    config.num_key_value_heads = 3
+    assert config.to_dict()["num_key_value_heads"] == 3
+    config.num_key_value_heads = None
+    assert config.num_key_value_heads == 6
+
+
 def test_layer_types_of_earlier_versions_load(tmp_path):
     loaded = load_changed(tmp_path, "tost", {"layer_types": [TSSA, FULL]})
     assert loaded.layer_types == [TSSA, FULL] == small_config(layer_types=["linear_attention", FULL]).layer_types
