@@ -16,15 +16,16 @@ from authors_checkpoints import (
     to_dtype,
     write_changed,
 )
+from conftest import small_config, small_vision_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tost_hf import ToSTConfig, ToSTForCausalLM
+from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTForImageClassification
 from tost_hf.cli import main
 from tost_hf.convert import convert_from_original, convert_to_original
 
 
-BIAS = FIXTURES / "lm_bias.pt"
+BIAS, P8 = FIXTURES / "lm_bias.pt", FIXTURES / "vision_p8_tokensnorm_off.pth"
 CHECKPOINT_NAMES = ["lm_nobias", "lm_bias"]
 TOLERANCES = [(torch.float64, 1e-10), (torch.float32, 1e-4)]
 
@@ -99,10 +100,8 @@ def test_dtype_is_preserved(tmp_path, dtype):
     source = write_changed(tmp_path / "ckpt.pt", to_dtype(dtype), BIAS)
     folder = convert_from_original(source, tmp_path / "model")
     assert AutoModelForCausalLM.from_pretrained(folder).dtype == dtype
-    convert_to_original(folder, tmp_path / "back.pt", iter_num=7, best_val_loss=3.25, config={"dataset": "d"})
-    contents = read_checkpoint(tmp_path / "back.pt")
-    assert_same_bits(contents["model"], read_checkpoint(source)["model"])
-    assert (contents["iter_num"], contents["best_val_loss"], contents["config"]) == (7, torch.tensor(3.25), {"dataset": "d"})
+    convert_to_original(folder, tmp_path / "back.pt")
+    assert_same_bits(read_checkpoint(tmp_path / "back.pt")["model"], read_checkpoint(source)["model"])
 
 
 def test_sharded_folder_converts(tiny_model, tmp_path):
@@ -154,29 +153,36 @@ def test_untied_checkpoint_becomes_an_untied_model(tmp_path, caplog):
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
-def set_model_args(**model_args):
-    return lambda contents: contents["model_args"].update(model_args)
+def update(settings, **values):
+    """Changes `model_args`, a dict, or `args`, a Namespace."""
+    return lambda contents: getattr(contents[settings], "__dict__", contents[settings]).update(values)
 
 
 H0 = "transformer.h.0."
 INVALID = {
-    "GPT-2 attention": (remove(H0 + "attn.temp"), r"lacks transformer\.h\.0\.attn\.temp"),
-    "missing key": (remove("transformer.h.1.mlp.c_fc.bias"), r"lacks transformer\.h\.1\.mlp\.c_fc\.bias"),
-    "missing embedding": (remove("transformer.wte.weight"), r"lacks transformer\.wte\.weight"),
-    "unknown leaf": (replace(H0 + "ln_1.other", torch.zeros(2)), r"has .*ln_1\.other"),
-    "other layer count": (set_model_args(n_layer=3), "n_layer"),
-    "tensor of another size": (replace("transformer.h.1.gamma2", torch.zeros(31)), "gamma2"),
-    "integers": (replace(H0 + "gamma1", torch.zeros(32, dtype=torch.long)), "int64"),
-    "NaN": (replace(H0 + "gamma1", torch.full((32,), torch.nan)), "NaN"),
-    "impossible dropout": (set_model_args(dropout=2.0), "dropout"),
-    "bare state dict": (lambda contents: contents["model"], "authors"),
-    "a list": (lambda contents: [1, 2], "authors"),
+    "GPT-2 attention": (BIAS, remove(H0 + "attn.temp"), r"lacks transformer\.h\.0\.attn\.temp"),
+    "missing key": (BIAS, remove("transformer.h.1.mlp.c_fc.bias"), r"lacks transformer\.h\.1\.mlp\.c_fc\.bias"),
+    "missing embedding": (BIAS, remove("transformer.wte.weight"), r"lacks transformer\.wte\.weight"),
+    "unknown leaf": (BIAS, replace(H0 + "ln_1.other", torch.zeros(2)), r"has .*ln_1\.other"),
+    "other layer count": (BIAS, update("model_args", n_layer=3), "n_layer"),
+    "tensor of another size": (BIAS, replace("transformer.h.1.gamma2", torch.zeros(31)), "gamma2"),
+    "integers": (BIAS, replace(H0 + "gamma1", torch.zeros(32, dtype=torch.long)), "int64"),
+    "NaN": (BIAS, replace(H0 + "gamma1", torch.full((32,), torch.nan)), "NaN"),
+    "impossible dropout": (BIAS, update("model_args", dropout=2.0), "dropout"),
+    "bare state dict": (BIAS, lambda contents: contents["model"], "authors"),
+    "a list": (BIAS, lambda contents: [1, 2], "authors"),
+    "XCiT": (P8, replace("blocks.0.local_mp.conv1.weight", torch.zeros(48, 1, 3, 3)), "has blocks.0.local_mp.conv1"),
+    "a plain ViT": (P8, lambda contents: {"model": {"cls_token": torch.zeros(1, 1, 8)}}, "lacks blocks.0.attn.qkv.weight"),
+    "positions as a Linear": (P8, replace("pos_embeder.token_projection.weight", torch.zeros(48, 64)), r"shape \(48, 64\) "),
+    "heads that differ between layers": (P8, replace("blocks.1.attn.temp", torch.zeros(4, 1)), r"shape \(4, 1\)"),
+    "counts that are not integers": (P8, replace("patch_embed.proj.0.1.num_batches_tracked", torch.tensor(1.0)), "int64"),
+    "image size of another type": (P8, update("args", input_size="large"), "image_size"),
 }
 
 
-@pytest.mark.parametrize("change, message", INVALID.values(), ids=INVALID)
-def test_invalid_checkpoints(tmp_path, caplog, change, message):
-    source = write_changed(tmp_path / "ckpt.pt", change, BIAS)
+@pytest.mark.parametrize("original, change, message", INVALID.values(), ids=INVALID)
+def test_invalid_checkpoints(tmp_path, caplog, original, change, message):
+    source = write_changed(tmp_path / "ckpt.pt", change, original)
     with pytest.raises(ValueError, match=message) as exc_info:
         convert_from_original(source, tmp_path / "model")
     assert str(source) in str(exc_info.value) and "\n" not in str(exc_info.value)
@@ -211,21 +217,24 @@ def test_missing_file_and_folder(tmp_path):
 
 
 UNSUPPORTED = {
-    "position-free": {"max_position_embeddings": None},
-    "untied": {"tie_word_embeddings": False},
-    "activation": {"hidden_act": "relu"},
-    "epsilon": {"layer_norm_eps": 1e-6},
-    "MLP width": {"intermediate_size": 48},
-    "several dropouts": {"embedding_dropout": 0.5},
-    "an option": {"forgetting": "head"},
+    "position-free": (small_config, {"max_position_embeddings": None}),
+    "untied": (small_config, {"tie_word_embeddings": False}),
+    "activation": (small_config, {"hidden_act": "relu"}),
+    "epsilon": (small_config, {"layer_norm_eps": 1e-6}),
+    "MLP width": (small_config, {"intermediate_size": 48}),
+    "several dropouts": (small_config, {"embedding_dropout": 0.5}),
+    "an option": (small_config, {"forgetting": "head"}),
+    "epsilon of images": (small_vision_config, {"layer_norm_eps": 1e-5}),
+    "attention dropout of images": (small_vision_config, {"attention_dropout": 0.1}),
 }
 
 
-@pytest.mark.parametrize("fields", UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_unsupported_models(tiny_config, tmp_path, fields):
-    config = ToSTConfig(**(tiny_config.to_dict() | fields))
-    ToSTForCausalLM(config).save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=next(iter(fields))):
+@pytest.mark.parametrize("make_config, fields", UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_models(tmp_path, make_config, fields):
+    model_class = ToSTForCausalLM if make_config is small_config else ToSTForImageClassification
+    model_class(make_config(**fields)).save_pretrained(tmp_path / "model")
+    [(name, value)] = fields.items()
+    with pytest.raises(ValueError, match=f"{name}={value!r}"):
         convert_to_original(tmp_path / "model", tmp_path / "ckpt.pt")
     assert os.listdir(tmp_path) == ["model"]
 

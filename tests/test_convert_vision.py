@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from authors_checkpoints import (
     assert_same_bits,
     read_checkpoint,
     relative_error,
-    replace,
     write_changed,
 )
 from conftest import randomize, small_vision_config
@@ -21,7 +19,6 @@ from transformers import AutoModelForImageClassification, ViTImageProcessorPil
 
 from tost_hf import ToSTForImageClassification, ToSTVisionConfig
 from tost_hf.cli import main
-from tost_hf.convert import VISION_ATTENTION_NAMES, VISION_NAMES, rename
 from tost_hf.convert import convert_from_original as to_folder
 from tost_hf.convert import convert_to_original as to_file
 
@@ -63,19 +60,6 @@ def test_folder(converted_folder):
     assert config.normalize_patch_tokens == (path == P16) and config.image_size == image_size
     processor = json.loads((folder / "preprocessor_config.json").read_text())
     assert processor["crop_size"] == {"height": image_size, "width": image_size}
-
-
-def test_names_are_mapped_both_ways_for_every_trunk():
-    for attention_type, attention_names in VISION_ATTENTION_NAMES.items():
-        names = VISION_NAMES | attention_names
-        inverse_names = {name: authors_name for authors_name, name in names.items()}
-        assert len(inverse_names) == len(names)
-        for name in make_model(attention_type=attention_type).state_dict():
-            assert rename(rename(name, inverse_names), names) == name
-    names = VISION_NAMES | VISION_ATTENTION_NAMES["tssa"]
-    assert rename("blocks.11.attn.to_out.0.bias", names) == "tost.layers.11.attention.out_proj.bias"
-    assert rename("patch_embed.proj.6.1.running_var", names) == "tost.embeddings.patch_embeddings.norms.3.running_var"
-    assert rename("blocks.0.attn.to_out.1.bias", names) is None
 
 
 # Round trips ----------------------------------------------------------------------------------------------------------
@@ -161,6 +145,9 @@ def save_authors_baseline(tmp_path, attention_type, width=192, **args):
 @pytest.mark.parametrize("attention_type", ["xca", "softmax"])
 def test_baselines_are_recognized(tmp_path, attention_type):
     source = save_authors_baseline(tmp_path, attention_type, model="vit_tiny_12_p4", input_size=16)
+    names = {"qkv.weight", "qkv.bias", "proj.weight", "proj.bias"} | ({"temperature"} if attention_type == "xca" else set())
+    prefix = "blocks.1.attn."
+    assert {x.removeprefix(prefix) for x in read_checkpoint(source)["model"] if x.startswith(prefix)} == names
     config = ToSTVisionConfig.from_pretrained(to_folder(source, tmp_path / "model"))
     assert (config.attention_type, config.num_attention_heads) == (attention_type, 4)
     assert config.patch_size == 4 and config.hidden_size == 192
@@ -173,46 +160,6 @@ def test_heads_of_a_softmax_baseline(tmp_path):
     assert not (tmp_path / "model").exists()
     folder = to_folder(source, tmp_path / "model", num_attention_heads=8)
     assert ToSTVisionConfig.from_pretrained(folder).num_attention_heads == 8
-
-
-# Errors ---------------------------------------------------------------------------------------------------------------
-
-
-def set_args(**args):
-    return lambda contents: vars(contents["args"]).update(args)
-
-
-INVALID = {
-    "XCiT": (replace("blocks.0.local_mp.conv1.weight", torch.zeros(48, 1, 3, 3)), "has blocks.0.local_mp.conv1"),
-    "a plain ViT": (lambda contents: {"model": {"cls_token": torch.zeros(1, 1, 8)}}, "lacks blocks.0.attn.qkv.weight"),
-    "positions as a Linear": (replace("pos_embeder.token_projection.weight", torch.zeros(48, 64)), r"shape \(48, 64\) "),
-    "heads that differ between layers": (replace("blocks.1.attn.temp", torch.zeros(4, 1)), r"shape \(4, 1\)"),
-    "counts that are not integers": (replace("patch_embed.proj.0.1.num_batches_tracked", torch.tensor(1.0)), "int64"),
-    "image size of another type": (set_args(input_size="large"), "image_size"),
-}
-
-
-@pytest.mark.parametrize("change, message", INVALID.values(), ids=INVALID)
-def test_invalid_checkpoints(tmp_path, change, message):
-    source = write_changed(tmp_path / "checkpoint.pth", change, P8)
-    with pytest.raises(ValueError, match=message) as exc_info:
-        to_folder(source, tmp_path / "model")
-    assert str(source) in str(exc_info.value)
-    assert os.listdir(tmp_path) == ["checkpoint.pth"]  # nothing half-written
-
-
-UNSUPPORTED = {
-    "epsilon": ({"layer_norm_eps": 1e-5}, "layer_norm_eps=1e-05"),
-    "attention dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
-}
-
-
-@pytest.mark.parametrize("fields, message", UNSUPPORTED.values(), ids=UNSUPPORTED)
-def test_unsupported_models(tmp_path, fields, message):
-    make_model(**fields).save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=message):
-        to_file(tmp_path / "model", tmp_path / "back.pth")
-    assert os.listdir(tmp_path) == ["model"]
 
 
 # The command ----------------------------------------------------------------------------------------------------------

@@ -34,59 +34,52 @@ Config = ToSTConfig | ToSTVisionConfig
 StateDict = dict[str, torch.Tensor]
 PathLike = str | os.PathLike[str]
 
-# The authors' name of each module or parameter, and ours; {} is the layer index.
-LANGUAGE_NAMES = {
-    "transformer.wte": "model.embed_tokens",
-    "transformer.wpe": "model.embed_positions",
-    "transformer.h.{}.ln_1": "model.layers.{}.input_layernorm",
-    "transformer.h.{}.attn.c_attn": "model.layers.{}.self_attn.in_proj",
-    "transformer.h.{}.attn.c_proj": "model.layers.{}.self_attn.out_proj",
-    "transformer.h.{}.attn.temp": "model.layers.{}.self_attn.temp",
-    "transformer.h.{}.attn.denom_bias": "model.layers.{}.self_attn.denom_bias",
-    "transformer.h.{}.gamma1": "model.layers.{}.attention_layer_scale",
-    "transformer.h.{}.ln_2": "model.layers.{}.post_attention_layernorm",
-    "transformer.h.{}.mlp.c_fc": "model.layers.{}.mlp.up_proj",
-    "transformer.h.{}.mlp.c_proj": "model.layers.{}.mlp.down_proj",
-    "transformer.h.{}.gamma2": "model.layers.{}.mlp_layer_scale",
-    "transformer.ln_f": "model.norm",
+# Our name of each module or parameter, and the authors'; {} is the layer index.
+_LANGUAGE_LAYER_NAMES = {
+    "input_layernorm": "ln_1",
+    "self_attn.in_proj": "attn.c_attn",
+    "self_attn.out_proj": "attn.c_proj",
+    "self_attn.temp": "attn.temp",
+    "self_attn.denom_bias": "attn.denom_bias",
+    "attention_layer_scale": "gamma1",
+    "post_attention_layernorm": "ln_2",
+    "mlp.up_proj": "mlp.c_fc",
+    "mlp.down_proj": "mlp.c_proj",
+    "mlp_layer_scale": "gamma2",
+}
+_LANGUAGE_NAMES = {
+    "model.embed_tokens": "transformer.wte",
+    "model.embed_positions": "transformer.wpe",
+    **{f"model.layers.{{}}.{ours}": f"transformer.h.{{}}.{authors}" for ours, authors in _LANGUAGE_LAYER_NAMES.items()},
+    "model.norm": "transformer.ln_f",
     "lm_head": "lm_head",
 }
 _VISION_LAYER_NAMES = {
-    "norm1": "attention_norm",
-    "gamma1": "attention_layer_scale",
-    "norm2": "mlp_norm",
-    "mlp.fc1": "mlp.up_proj",
-    "mlp.fc2": "mlp.down_proj",
-    "gamma2": "mlp_layer_scale",
+    "attention_norm": "norm1",
+    "attention_layer_scale": "gamma1",
+    "mlp_norm": "norm2",
+    "mlp.up_proj": "mlp.fc1",
+    "mlp.down_proj": "mlp.fc2",
+    "mlp_layer_scale": "gamma2",
 }
-VISION_NAMES = {
-    "cls_token": "tost.class_token",
-    # the authors' stem is a Sequential with an activation after every convolution except the last
-    **{f"patch_embed.proj.{2 * i}.0": f"tost.embeddings.patch_embeddings.convolutions.{i}" for i in range(5)},
-    **{f"patch_embed.proj.{2 * i}.1": f"tost.embeddings.patch_embeddings.norms.{i}" for i in range(5)},
-    "pos_embeder.token_projection": "tost.embeddings.position_embeddings.projection",
-    **{f"blocks.{{}}.{a}": f"tost.layers.{{}}.{b}" for a, b in _VISION_LAYER_NAMES.items()},
-    **{f"cls_attn_blocks.{{}}.{a}": f"tost.class_attention_layers.{{}}.{b}" for a, b in _VISION_LAYER_NAMES.items()},
-    "cls_attn_blocks.{}.attn.qkv": "tost.class_attention_layers.{}.attention.qkv",
-    "cls_attn_blocks.{}.attn.proj": "tost.class_attention_layers.{}.attention.out_proj",
-    "norm": "tost.norm",
-    "head": "classifier",
-}
-VISION_ATTENTION_NAMES = {  # by attention_type, beside VISION_NAMES
+_SOFTMAX_NAMES = {"attention.qkv": "attn.qkv", "attention.out_proj": "attn.proj"}
+_ATTENTION_NAMES = {  # by attention_type
     "tssa": {
-        "blocks.{}.attn.qkv": "tost.layers.{}.attention.in_proj",  # a single projection, although it is named qkv
-        "blocks.{}.attn.temp": "tost.layers.{}.attention.temp",
-        "blocks.{}.attn.to_out.0": "tost.layers.{}.attention.out_proj",
+        "attention.in_proj": "attn.qkv",  # a single projection, although it is named qkv
+        "attention.temp": "attn.temp",
+        "attention.out_proj": "attn.to_out.0",
     },
-    "xca": {
-        "blocks.{}.attn.qkv": "tost.layers.{}.attention.qkv",
-        "blocks.{}.attn.temperature": "tost.layers.{}.attention.temperature",
-        "blocks.{}.attn.proj": "tost.layers.{}.attention.out_proj",
-    },
-    "softmax": {
-        "blocks.{}.attn.qkv": "tost.layers.{}.attention.qkv",
-        "blocks.{}.attn.proj": "tost.layers.{}.attention.out_proj",
-    },
+    "xca": {**_SOFTMAX_NAMES, "attention.temperature": "attn.temperature"},
+    "softmax": _SOFTMAX_NAMES,
+}
+_VISION_NAMES = {
+    "tost.class_token": "cls_token",
+    # the authors' stem is a Sequential with an activation after every convolution except the last
+    **{f"tost.embeddings.patch_embeddings.convolutions.{i}": f"patch_embed.proj.{2 * i}.0" for i in range(5)},
+    **{f"tost.embeddings.patch_embeddings.norms.{i}": f"patch_embed.proj.{2 * i}.1" for i in range(5)},
+    "tost.embeddings.position_embeddings.projection": "pos_embeder.token_projection",
+    "tost.norm": "norm",
+    "classifier": "head",
 }
 
 _LANGUAGE_SETTINGS = {  # from the authors' names in `model_args` to ours
@@ -185,7 +178,7 @@ def convert_from_original(
     _check_tensors(state_dict, _to_authors_state_dict(config, model.state_dict()), checkpoint)
     names = _authors_names(config)
     for name, tensor in model.state_dict().items():
-        state_dict[name] = state_dict.pop(cast(str, rename(name, names))).reshape(tensor.shape).contiguous()
+        state_dict[name] = state_dict.pop(_rename(name, names)).reshape(tensor.shape).contiguous()
     model.load_state_dict(state_dict, assign=True)
     model.tie_weights()
     if not is_vision and not config.tie_word_embeddings:
@@ -197,28 +190,17 @@ def convert_from_original(
     return target
 
 
-def convert_to_original(
-    model_dir: PathLike,
-    output_file: PathLike,
-    *,
-    overwrite: bool = False,
-    iter_num: int = 0,
-    best_val_loss: float = 1e9,
-    config: Mapping | None = None,
-) -> Path:
+def convert_to_original(model_dir: PathLike, output_file: PathLike, *, overwrite: bool = False) -> Path:
     """Converts a transformers folder to a checkpoint that the authors' code loads.
 
-    The file of a `ToSTForCausalLM` contains `model`, `model_args`, `iter_num`, `best_val_loss` and `config`; that of a
-    `ToSTForImageClassification` contains `model` and `args`, a plain dict. It has no `optimizer`, so the authors' training run
-    cannot resume from it. `torch.load` loads it with `weights_only=True`.
+    The file of a `ToSTForCausalLM` contains `model`, `model_args`, and `iter_num`, `best_val_loss` and `config` as at the
+    start of a run; that of a `ToSTForImageClassification` contains `model` and `args`, a plain dict. It has no `optimizer`, so
+    the authors' training run cannot resume from it. `torch.load` loads it with `weights_only=True`.
 
     Args:
         model_dir: folder with `config.json` and `model.safetensors` (or its shards).
         output_file: the file to write, usually `ckpt.pt` (language) or `checkpoint.pth` (vision).
         overwrite: whether to replace an existing file.
-        iter_num: training state in the file of a language model; by default that of a new run, as the next two.
-        best_val_loss: see `iter_num`.
-        config: see `iter_num`.
 
     Returns:
         `output_file`.
@@ -245,8 +227,8 @@ def convert_to_original(
         fixed = {**_FIXED_IN_LANGUAGE, "intermediate_size": 4 * model_config.hidden_size}
         fixed |= dict.fromkeys(_DROPOUTS, model_config.hidden_dropout)
         model_args = _authors_settings(model_config, _LANGUAGE_SETTINGS, fixed, source)
-        settings = {"model_args": model_args | {"TSSA": True}, "iter_num": iter_num}
-        settings |= {"best_val_loss": torch.tensor(best_val_loss), "config": dict(config or {})}
+        settings = {"model_args": model_args | {"TSSA": True}}
+        settings |= {"iter_num": 0, "best_val_loss": torch.tensor(1e9), "config": {}}
     state_dict: StateDict = {}
     for path in filter(lambda path: path.suffix == ".safetensors", weights):
         with open_safetensors(path) as file:
@@ -262,30 +244,28 @@ def convert_to_original(
 # Names and tensors
 
 
-def rename(name: str, names: Mapping[str, str]) -> str | None:
-    """The new name of a tensor by a mapping such as `LANGUAGE_NAMES`; None if the mapping does not contain its module."""
-    index = re.search(r"(?<=\.)\d+(?=\.)", name)
-    layer = index[0] if index else ""
-    for template in (name, re.sub(r"(?<=\.)\d+(?=\.)", "{}", name, count=1)):
-        module, _, leaf = template.rpartition(".")
-        if template in names:
-            return names[template].replace("{}", layer)
-        if module in names:
-            return names[module].replace("{}", layer) + f".{leaf}"
-    return None
-
-
 def _authors_names(config: Config) -> dict[str, str]:
     """From our names of modules and parameters to the authors'."""
-    is_vision = isinstance(config, ToSTVisionConfig)
-    names = VISION_NAMES | VISION_ATTENTION_NAMES[config.attention_type] if is_vision else LANGUAGE_NAMES
-    return {ours: authors for authors, ours in names.items()}
+    names = _LANGUAGE_NAMES
+    if isinstance(config, ToSTVisionConfig):
+        layer_names = _VISION_LAYER_NAMES | _ATTENTION_NAMES[config.attention_type]
+        class_layer_names = _VISION_LAYER_NAMES | _SOFTMAX_NAMES
+        names = _VISION_NAMES | {f"tost.layers.{{}}.{x}": f"blocks.{{}}.{y}" for x, y in layer_names.items()}
+        names |= {f"tost.class_attention_layers.{{}}.{x}": f"cls_attn_blocks.{{}}.{y}" for x, y in class_layer_names.items()}
+    num_layers = max(config.num_hidden_layers, getattr(config, "num_class_attention_layers", 0))
+    return {ours.format(i): authors.format(i) for ours, authors in names.items() for i in range(num_layers)}
+
+
+def _rename(name: str, names: Mapping[str, str]) -> str:
+    """The authors' name of a parameter; `names` contains its own or that of its module."""
+    module, _, leaf = name.rpartition(".")
+    return names[name] if name in names else f"{names[module]}.{leaf}"
 
 
 def _to_authors_state_dict(config: Config, state_dict: StateDict) -> StateDict:
     """A model's state dict with the authors' names and shapes."""
     names = _authors_names(config)
-    authors_state_dict = {cast(str, rename(name, names)): tensor for name, tensor in state_dict.items()}
+    authors_state_dict = {_rename(name, names): tensor for name, tensor in state_dict.items()}
     if _POSITION_PROJECTION in authors_state_dict:
         authors_state_dict[_POSITION_PROJECTION] = authors_state_dict[_POSITION_PROJECTION][..., None, None]
     return authors_state_dict
@@ -411,11 +391,4 @@ def _softmax_heads(args: Mapping, heads: int | None, width: int) -> int:
     )
 
 
-__all__ = [
-    "LANGUAGE_NAMES",
-    "VISION_ATTENTION_NAMES",
-    "VISION_NAMES",
-    "convert_from_original",
-    "convert_to_original",
-    "rename",
-]
+__all__ = ["convert_from_original", "convert_to_original"]
