@@ -8,7 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._sympy.value_ranges import ValueRanges
@@ -57,12 +57,11 @@ def _trace(program: ModelProgram) -> torch.export.ExportedProgram:
 
 def _dynamic_shapes(program: ModelProgram) -> tuple[dict[int, Any], ...]:
     """The `dynamic_shapes` of torch.export for each input."""
-    dims: dict[str, Any] = {KV_LENGTH: torch.export.Dim.AUTO}
-    patch_size = getattr(program.model.config, "patch_size", 1)
-    for name in (HEIGHT, WIDTH):  # multiples of the patch size
-        dims[name] = torch.export.Dim.AUTO if patch_size == 1 else patch_size * torch.export.Dim(f"{name}_in_patches")
-    other_names = {name for spec in program.inputs for name in spec.shape if isinstance(name, str)} - set(dims)
-    dims |= {name: torch.export.Dim(name) for name in other_names}
+    names = {name for spec in program.inputs for name in spec.shape if isinstance(name, str)}
+    dims: dict[str, Any] = {name: torch.export.Dim(name) for name in names - {KV_LENGTH}} | {KV_LENGTH: torch.export.Dim.AUTO}
+    if program.is_vision:
+        patch_size = cast(int, program.model.config.patch_size)
+        dims |= {name: patch_size * torch.export.Dim(f"{name}_in_patches") for name in (HEIGHT, WIDTH)}
     return tuple({d: dims[name] for d, name in enumerate(spec.shape) if isinstance(name, str)} for spec in program.inputs)
 
 

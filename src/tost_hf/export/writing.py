@@ -19,7 +19,7 @@ from ..hub.loading import load_fitting_tokenizer, load_model, resolve_model_fold
 from ..hub.records import IMAGE_PROCESSOR_FILES
 from .comparing import Agreement, compare
 from .onnx_program import save_onnx
-from .programs import PAST, PRESENT, LanguageProgram, ModelProgram, TensorSpec, make_program
+from .programs import PAST, PRESENT, LanguageProgram, ModelProgram, make_program
 from .runtime import load
 
 
@@ -120,31 +120,27 @@ def make_metadata(program: ModelProgram, dtype: str) -> dict:
     they are zeros, and a dimension "cached" is 0.
     """
     config: Any = program.model.config
-
-    def to_dict(spec: TensorSpec) -> dict:
-        return {"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape)}
-
+    names: tuple[str, ...]
     metadata: dict[str, Any] = {
         "model": PROGRAM_NAME,
         "dtype": dtype,
         "architecture": type(program.model).__name__,
-        "inputs": [to_dict(spec) for spec in program.inputs],
-        "outputs": [to_dict(spec) for spec in program.outputs],
+        "inputs": [spec._asdict() for spec in program.inputs],
+        "outputs": [spec._asdict() for spec in program.outputs],
     }
     if isinstance(program, LanguageProgram):
         names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-        fields = config.to_dict()
-        metadata |= {name: fields[name] for name in names}
-        metadata["statistics_layers"] = [i for i, layer_type in enumerate(config.layer_types) if "statistics" in layer_type]
+        metadata |= {name: config.to_dict()[name] for name in names}
+        metadata["statistics_layers"] = [i for i, kind in enumerate(config.layer_types) if "statistics" in kind]
         metadata["num_attention_heads"] = config.num_attention_heads
         size = state_bytes(config)
         metadata |= {"state_bytes": size.saved, "state_bytes_per_token": size.per_token}
         metadata["state"] = [
-            to_dict(spec) | {"input": PAST + spec.name, "output": PRESENT + spec.name} for spec in program.state
+            spec._asdict() | {"input": PAST + spec.name, "output": PRESENT + spec.name} for spec in program.state
         ]
     elif program.is_vision:
-        fields = ["image_size", "patch_size", "num_attention_heads", "num_labels"]
-        metadata |= {name: getattr(config, name) for name in fields}
+        names = ("image_size", "patch_size", "num_attention_heads", "num_labels")
+        metadata |= {name: getattr(config, name) for name in names}
         metadata["labels"] = [config.id2label[i] for i in range(config.num_labels)]
     return metadata
 

@@ -157,7 +157,7 @@ class CompressionTerms(NamedTuple):
         return self.variational - self.coding_rate
 
 
-def compression_terms(trace: ModelTrace, normalization: str = "tokens", c: float | None = None) -> CompressionTerms:
+def compression_terms(trace: ModelTrace, normalization: str = "tokens") -> CompressionTerms:
     """The compression term of every layer (Fig. 4a) beside the MCR2 term that it bounds from above.
 
     With M_k = sum_j Pi_kj w_kj w_kj^T / n_k the second-moment matrix of head k, and n_k = sum_j Pi_kj:
@@ -165,17 +165,17 @@ def compression_terms(trace: ModelTrace, normalization: str = "tokens", c: float
         variational = 1/2 sum_k (n_k / n) sum_i ln(1 + c (M_k)_ii)        s_{k,i} = (M_k)_ii
         coding_rate = 1/2 sum_k (n_k / n) ln det(I + c M_k)
 
-    The two are equal where every M_k is diagonal (Hadamard's inequality). Padding is excluded from both, and from n. All
+    where c is p / 0.01 with normalization "tokens" and n / 0.01 with "channels", n the tokens of the image or sequence. The
+    two are equal where every M_k is diagonal (Hadamard's inequality). Padding is excluded from both, and from n. All
     tokens of a sequence have equal weight, even if the decay of the model gives recent tokens more weight.
 
     Args:
         normalization: "tokens": each head's projected token at unit norm. "channels": each channel at unit norm over all
             tokens, as inside Pi of the bidirectional form. The paper states neither the normalization nor c; both values
             reproduce its plateau of 24 ln 101 = 110.76 at p = 48.
-        c: the factor; if None, p / 0.01 with "tokens" and n / 0.01 with "channels", n the tokens of the image or sequence.
 
     Raises:
-        ValueError: an unknown normalization, or a `c` that is not above 0.
+        ValueError: an unknown normalization.
 
     ```python
     compression_terms(trace).gap.mean(0)  # (L,): how far the bound lies above the coding rate, layer by layer
@@ -183,21 +183,18 @@ def compression_terms(trace: ModelTrace, normalization: str = "tokens", c: float
     """
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization must be one of {', '.join(NORMALIZATIONS)}, got {normalization!r}.")
-    if c is not None and not c > 0:
-        raise ValueError(f"c must be above 0, got {c}.")
     n = trace.mask.sum(1).double()
     terms = []
     for w, membership in zip(trace.projections, trace.memberships.unbind(1)):
         w = w.double().transpose(1, 2).masked_fill(~trace.mask[:, None, :, None], 0)  # (B, H, T, p)
         p = w.shape[-1]
         w = F.normalize(w, dim=-1 if normalization == "tokens" else -2)
-        numerator = n.new_full(n.shape, p) if normalization == "tokens" else n
-        factor = (numerator / PRECISION if c is None else n.new_full(n.shape, c))[:, None, None, None]
+        c = (torch.full_like(n, p) if normalization == "tokens" else n)[:, None, None, None] / PRECISION
         count = membership.sum(-1)
         # n_k may underflow to 0; the head's weight is then 0, too
         moment = (w * membership[..., None]).transpose(-1, -2) @ w / count.clamp_min(1e-300)[..., None, None]
-        variational = (factor * moment).diagonal(dim1=-2, dim2=-1).log1p().sum(-1)
-        coding_rate = torch.linalg.slogdet(torch.eye(p, dtype=w.dtype) + factor * moment).logabsdet
+        variational = (c * moment).diagonal(dim1=-2, dim2=-1).log1p().sum(-1)
+        coding_rate = torch.linalg.slogdet(torch.eye(p, dtype=w.dtype) + c * moment).logabsdet
         weight = count / n[:, None]
         terms.append((0.5 * (weight * variational).sum(-1), 0.5 * (weight * coding_rate).sum(-1)))
     return CompressionTerms(*(torch.stack(term, 1) for term in zip(*terms)))
