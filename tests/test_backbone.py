@@ -1,7 +1,6 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The vision trunk as a backbone: feature maps of selected blocks, saving and loading, dense tasks, invalid input."""
 
-import copy
 import json
 from itertools import chain
 
@@ -126,22 +125,3 @@ def test_other_models_save_and_load_the_backbone(tmp_path, name):
     tensors, loaded_tensors = (dict(chain(m.named_parameters(), m.named_buffers())) for m in (model, loaded))
     assert tensors.keys() == loaded_tensors.keys()
     assert [name for name in tensors if not torch.equal(tensors[name], loaded_tensors[name])] == []
-
-
-def test_gradient_checkpointing_has_equal_gradients(images):
-    model = randomize(ToSTBackbone(small_vision_config(out_indices=[1, 2]))).train()
-    checkpointed = copy.deepcopy(model)
-    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
-    assert checkpointed.is_gradient_checkpointing
-    for backbone in (model, checkpointed):
-        sum(x.square().mean() for x in backbone(images).feature_maps).backward()
-    for param, checkpointed_param in zip(model.parameters(), checkpointed.parameters()):
-        assert torch.equal(param.grad, checkpointed_param.grad)
-
-
-@pytest.mark.parametrize(
-    ("pixels", "message"), [(None, "Give pixel_values"), (torch.zeros(1, 3, 15, 16), "multiples of the patch size")]
-)
-def test_invalid_images(pixels, message):
-    with pytest.raises(ValueError, match=message):
-        ToSTBackbone(small_vision_config())(pixels)
