@@ -151,11 +151,6 @@ class CompressionTerms(NamedTuple):
     variational: torch.Tensor
     coding_rate: torch.Tensor
 
-    @property
-    def gap(self) -> torch.Tensor:
-        """How much the variational form lies above the coding rate, (B, L): 0 where channels are uncorrelated."""
-        return self.variational - self.coding_rate
-
 
 def compression_terms(trace: ModelTrace, normalization: str = "tokens") -> CompressionTerms:
     """The compression term of every layer (Fig. 4a) beside the MCR2 term that it bounds from above.
@@ -178,7 +173,8 @@ def compression_terms(trace: ModelTrace, normalization: str = "tokens") -> Compr
         ValueError: an unknown normalization.
 
     ```python
-    compression_terms(trace).gap.mean(0)  # (L,): how far the bound lies above the coding rate, layer by layer
+    variational, coding_rate = compression_terms(trace)
+    (variational - coding_rate).mean(0)  # (L,): how far the bound lies above the coding rate, layer by layer
     ```
     """
     if normalization not in NORMALIZATIONS:

@@ -155,7 +155,7 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
         super().set_output_features_output_indices(out_features, out_indices)
 
     def to_dict(self) -> dict:
-        """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
+        """As `PreTrainedConfig.to_dict`, without options at their defaults."""
         return {name: value for name, value in super().to_dict().items() if name not in FEATURE_FIELDS or value is not None}
 
 

@@ -141,6 +141,8 @@ class ToSTVisionPositionEmbeddings(nn.Module):
 
 
 class ToSTVisionEmbeddings(nn.Module):
+    """Patch embeddings plus position embeddings."""
+
     def __init__(self, config: ToSTVisionConfig):
         super().__init__()
         self.patch_embeddings = ToSTVisionPatchEmbeddings(config)
@@ -268,6 +270,8 @@ class _ToSTVisionBlock(GradientCheckpointingLayer):
 
 
 class ToSTVisionLayer(_ToSTVisionBlock):
+    """A block over the patches: attention and MLP, (B, N, D) to (B, N, D)."""
+
     def __init__(self, config: ToSTVisionConfig):
         super().__init__(config, _make_attention(config), _make_mlp(config))
 
@@ -281,7 +285,10 @@ class ToSTVisionLayer(_ToSTVisionBlock):
 
 
 class ToSTVisionClassAttentionLayer(_ToSTVisionBlock):
-    """A class-attention block as in the authors' code: the residual branches of patch tokens are the normalized tokens."""
+    """A block over class token and patches, (B, 1 + N, D) to (B, 1 + N, D): class attention, and an MLP on the class token.
+
+    As in the authors' code, the residual branches of the patches are the normalized patches.
+    """
 
     def __init__(self, config: ToSTVisionConfig):
         super().__init__(config, ToSTVisionClassAttention(config), MLP(config, inner_dropout=config.hidden_dropout))
@@ -355,6 +362,7 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
             init.trunc_normal_(module.class_token, std=self.config.initializer_range)
 
     def _check_output_attentions(self, output_attentions: bool | None) -> None:
+        """Warns once that models without softmax attention return no attentions."""
         attention_type = self.config.attention_type
         requested = self.config.output_attentions if output_attentions is None else output_attentions
         if requested and attention_type != "softmax" and not torch.compiler.is_compiling():
@@ -399,7 +407,7 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
         """Runs the trunk.
 
         Args:
-            pixel_values: (B, C, height, width), both sides multiples of the patch size; the image need not be square.
+            pixel_values: (B, C, height, width), both sides multiples of the patch size.
             interpolate_pos_encoding: accepted for compatibility; positions are always computed for the size of the image.
 
         Returns:
