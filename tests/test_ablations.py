@@ -98,16 +98,32 @@ def test_parameter_counts_with_ista(config_class, model_class, name, fields, cou
     assert published_count - count == config.num_hidden_layers * difference
 
 
-@pytest.mark.parametrize("kind", ["language", "vision"])
-def test_card_info_trace_and_conversion(kind, images, tmp_path):
-    if kind == "language":
-        model, inputs = ToSTForCausalLM(small_config(**ISTA_UNNORMALIZED)), {"input_ids": torch.randint(1, 97, (2, 9))}
+BEYOND = {"forgetting": "token", "conv_kernel": 4}
+HYBRID = BEYOND | {"layer_types": ["tost_causal_statistics", "full_attention"], "max_position_embeddings": None}
+
+
+@pytest.mark.parametrize(
+    "options, is_vision, words",
+    [
+        (ISTA_UNNORMALIZED, False, ["mlp_type ista", "normalize_scores False"]),
+        (ISTA_UNNORMALIZED, True, ["mlp_type ista", "normalize_scores False"]),
+        (BEYOND, False, ["forgetting token", "conv_kernel 4"]),
+        (HYBRID, False, ["forgetting token", "conv_kernel 4"]),
+    ],
+    ids=["ablations", "vision ablations", "decay", "hybrid"],
+)
+def test_card_info_trace_and_conversion(options, is_vision, words, images, tmp_path):
+    if is_vision:
+        model, inputs = ToSTForImageClassification(small_vision_config(**options)), {"pixel_values": images}
     else:
-        model, inputs = ToSTForImageClassification(small_vision_config(**ISTA_UNNORMALIZED)), {"pixel_values": images}
+        model, inputs = ToSTForCausalLM(small_config(**options)), {"input_ids": torch.randint(1, 97, (2, 9))}
     randomize(model).save_pretrained(tmp_path)
-    assert "mlp_type ista" in info(tmp_path)["options"] and "normalize_scores False" in info(tmp_path)["options"]
-    card = build_card(tmp_path, license="mit").content
-    assert "mlp_type ista" in card and "normalize_scores False" in card and "of the MLP" not in card
+    facts, card = info(tmp_path), build_card(tmp_path, license="mit").content
+    assert all(word in facts["options"] and word in card for word in words)
+    assert ("of the MLP" in card) == ("mlp_type" not in options) and ("goes beyond the paper" in card) == (
+        "forgetting" in options
+    )
+    assert ("256 with every token" in card) == ("256 with every token" in facts.get("state", "")) == ("layer_types" in options)
     trace = trace_model(model, **inputs)
     torch.testing.assert_close(trace.memberships.sum(2), torch.ones_like(trace.memberships[:, :, 0]), rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match=r"the authors' format has|a model in the authors' format has mlp_type='mlp'"):

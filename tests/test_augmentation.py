@@ -156,15 +156,15 @@ def test_evaluation_crops():
     np.testing.assert_allclose(squash[:, 16, 16], high, rtol=1e-5)
 
 
-def test_processors_of_other_channel_counts(tmp_path, caplog):
-    """One-channel models get a processor that accepts gray images only; for 4 channels none is saved."""
+def test_saved_processors_of_other_channel_counts(tmp_path, caplog):
+    """Of one-channel models that for gray images; for 4 channels none is saved."""
     config = small_vision_config(num_channels=1)
     save_image_processor(config, tmp_path)
-    processor, gray_image = load_processor(tmp_path), PILImage.linear_gradient("L")
-    pixels = processor([gray_image, gray_image], return_tensors="pt")["pixel_values"]
+    processor, gray = load_processor(tmp_path), PILImage.linear_gradient("L")
+    pixels = processor([gray, gray], return_tensors="pt")["pixel_values"]
     assert pixels.shape == (2, 1, 16, 16) and ToSTForImageClassification(config)(pixels).logits.shape == (2, 2)
     with pytest.raises(ValueError, match="must have 3 elements"):
-        processor(gray_image.convert("RGB"))
+        processor(gray.convert("RGB"))
     save_image_processor(small_vision_config(num_channels=4), tmp_path / "other")
     assert not (tmp_path / "other").exists() and "none for images of 4 channels" in caplog.text
 

@@ -1,4 +1,4 @@
-"""torch.compile and torch.export of the language model: full graphs, few recompilations, the outputs of eager mode."""
+"""torch.compile of the language model: full graphs, few recompilations, the outputs of eager mode."""
 
 import shutil
 
@@ -109,23 +109,3 @@ def test_decoding_compiles_once(tiny_model, backend):
             torch.testing.assert_close(out.logits[:, 0], expected[:, t], **CLOSE)
         assert addresses == [x.data_ptr() for layer in cache.layers for x in layer.tensors().values()]
     assert counter.graphs == 1
-
-
-def test_exported_program_has_torch_operators_only(tiny_model, monkeypatch):
-    """It runs without this package, for any batch size and length, and with padding."""
-    tokens = ids(2, 20)
-    dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens", max=128)}
-    with monkeypatch.context() as patch:
-        patch.setattr("tost_hf.model.tssa._find_backend", None)  # would import numba, which fails during an export
-        program = torch.export.export(
-            tiny_model,
-            (),
-            {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False},
-            dynamic_shapes={"input_ids": dims, "attention_mask": dims, "use_cache": None},
-        )
-    operators = {node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    assert {op.namespace for op in operators} == {"aten"}
-    tokens, mask = ids(3, 90), torch.ones(3, 90, dtype=torch.long)
-    mask[1, :9] = 0
-    actual = program.module()(input_ids=tokens, attention_mask=mask, use_cache=False).logits
-    torch.testing.assert_close(actual, tiny_model(tokens, attention_mask=mask).logits, **CLOSE)

@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from conftest import make_cache, randomize, small_config
-from hub_clients import save_tokenizer
-from transformers import DynamicCache, GenerationMixin, StaticCache, pipeline
+from conftest import randomize, small_config
+from transformers import DynamicCache, GenerationMixin, StaticCache
 
 from tost_hf import ToSTCache, ToSTConfig, ToSTForCausalLM, TSSAState, load_cache, prefill_cache, save_cache
 from tost_hf.model import modeling_tost
@@ -32,17 +31,7 @@ def greedy_without_cache(model, tokens):
     return tokens
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {},
-        {"use_cache": False},
-        {"prefill_chunk_size": 4},
-        {"cache_implementation": "static"},
-        {"cache_implementation": "dynamic"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("kwargs", [{}, {"cache_implementation": "static"}, {"cache_implementation": "dynamic"}], ids=str)
 def test_greedy(tiny_model, prompt, kwargs):
     assert torch.equal(generate(tiny_model, prompt, **kwargs), greedy_without_cache(tiny_model, prompt))
 
@@ -125,7 +114,7 @@ def test_prompt_already_in_the_cache_is_rejected(tiny_model, prompt, num_cached)
 
 
 def fill_cache(model, tokens, static=False, record=False):
-    cache = make_cache(model.config, static)
+    cache = ToSTCache(model.config, static=static)
     if record:
         cache.activate_past_recording()
     model(tokens, past_key_values=cache)
@@ -200,7 +189,7 @@ def cache_tensors(cache):
 @pytest.mark.parametrize("static", [False, True])
 def test_decoding_updates_the_cache_in_place(options, static, prompt):
     model = randomize(ToSTForCausalLM(small_config(**options))).eval()
-    reference_cache, updated_cache = (make_cache(model.config, static) for _ in range(2))
+    reference_cache, updated_cache = (ToSTCache(model.config, static=static) for _ in range(2))
     with torch.no_grad():
         for cache in (reference_cache, updated_cache):
             model(prompt, past_key_values=cache)
@@ -234,7 +223,7 @@ def test_shared_tensors_are_not_updated_in_place(tiny_model, prompt):
 
 def test_static_cache_has_no_gradient(tiny_model, prompt):
     """Otherwise a second forward would write into tensors that the first one's backward needs."""
-    cache = make_cache(tiny_model.config, static=True)
+    cache = ToSTCache(tiny_model.config, static=True)
     for _ in range(2):
         loss = tiny_model(prompt, labels=prompt, past_key_values=cache).loss
     loss.backward()
@@ -329,13 +318,6 @@ def test_prefill_cache_rejects_bad_documents(long_model, tokens):
 # Long prompts in generate ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def folder(long_model, tmp_path):
-    long_model.save_pretrained(tmp_path / "tiny")
-    save_tokenizer(tmp_path / "tiny")
-    return tmp_path / "tiny"
-
-
 @pytest.mark.parametrize("options", [{}, MIXED], ids=["ToST", "hybrid"])
 @pytest.mark.parametrize("kwargs", [{}, {"num_beams": 2}], ids=str)
 def test_long_prompts_are_prefilled_in_chunks(options, kwargs, monkeypatch):
@@ -354,16 +336,6 @@ def test_long_prompts_are_prefilled_in_chunks(options, kwargs, monkeypatch):
     input_lengths.clear()
     unchunked = model.generate(prompt, attention_mask=mask, prefill_chunk_size=1000, **GREEDY, **kwargs)
     assert input_lengths[0] == 200 and torch.equal(chunked, unchunked)
-
-
-def test_pipeline_prefills_long_prompts_in_chunks(folder, monkeypatch):
-    monkeypatch.setattr(modeling_tost, "PREFILL_CHUNK_SIZE", 64)
-    generator, input_lengths = pipeline("text-generation", str(folder)), []
-    generator.model.register_forward_pre_hook(
-        lambda _, args, inputs: input_lengths.append(inputs["input_ids"].shape[1]), with_kwargs=True
-    )
-    (answer,) = generator("import os\n" * 20, max_new_tokens=3, do_sample=False)
-    assert input_lengths[:4] == [64, 64, 64, 8] and answer["generated_text"].startswith("import os\n" * 20)
 
 
 def test_long_prompts_show_a_progress_bar(long_model, tokens, monkeypatch, capsys):

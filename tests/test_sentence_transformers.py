@@ -7,11 +7,12 @@ from hub_clients import save_tokenizer
 from transformers import AutoTokenizer
 
 from tost_hf import ToSTConfig, ToSTForSequenceClassification, ToSTModel
-from tost_hf.model.configuration_tost import LRA_PRESETS, PRESETS
+from tost_hf.model.configuration_tost import LRA_PRESETS
 
 
 sentence_transformers = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 
+ALL_PRESETS = ["tost-base", "tost-plus-base", "tost-hybrid-base", *LRA_PRESETS]  # larger ones differ in size alone
 TEXTS = [("a few words. " * 300)[:3000], "a few words."]  # a token is a byte
 PAIRS = [(TEXTS[0][:1600], TEXTS[0][:1400]), ("a few", "words")]
 
@@ -28,7 +29,7 @@ def save_model(model_class, preset: str, folder, **options):
     return model
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, *LRA_PRESETS])
+@pytest.mark.parametrize("preset", ALL_PRESETS)
 def test_sentence_transformer(tmp_path, preset):
     """Embeddings of 3,000 tokens are the mean of the features, of as many tokens as the model has positions for."""
     model = save_model(ToSTModel, preset, tmp_path / "model")
@@ -45,7 +46,7 @@ def test_sentence_transformer(tmp_path, preset):
     assert torch.equal(loaded.encode(TEXTS, convert_to_tensor=True), embeddings)
 
 
-@pytest.mark.parametrize("preset", [*PRESETS, *LRA_PRESETS])
+@pytest.mark.parametrize("preset", ALL_PRESETS)
 def test_cross_encoder(tmp_path, preset):
     model = save_model(ToSTForSequenceClassification, preset, tmp_path / "model", num_labels=1, pad_token_id=0)
     scorer = sentence_transformers.CrossEncoder(str(tmp_path / "model"), device="cpu")
