@@ -1,4 +1,4 @@
-"""Conversion of the authors' vision checkpoints: equal outputs, round trips, baselines, errors."""
+"""Conversion of the authors' vision checkpoints: equal outputs, round trips, baselines, command."""
 
 import argparse
 import json
@@ -172,5 +172,7 @@ def test_command(tmp_path, capsys):
     assert main(["convert", folder, back]) == 0
     assert capsys.readouterr().out == f"Wrote {folder}\nWrote {back}\n"
     assert_same_bits(read_checkpoint(back)["model"], read_checkpoint(P8)["model_ema"])
+    assert main(["convert", folder, back]) == 1
+    assert main(["convert", folder, back, "--overwrite"]) == 0
     assert main(["convert", folder, str(tmp_path / "other.pth"), "--ema"]) == 1
     assert "is a folder, which is converted back" in capsys.readouterr().err and not (tmp_path / "other.pth").exists()

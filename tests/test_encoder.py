@@ -11,10 +11,7 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    DataCollatorForLanguageModeling,
     DynamicCache,
-    Trainer,
-    TrainingArguments,
     pipeline,
 )
 
@@ -218,22 +215,6 @@ def test_pipelines_do_not_depend_on_the_batch_size(task, model_class, tokenizer)
     for actual, expected in zip(batched, unbatched, strict=True):
         pairs = [(actual, expected)] if isinstance(actual, dict) else zip(actual, expected, strict=True)
         assert all(x["score"] == pytest.approx(y["score"], rel=1e-4) for x, y in pairs)
-
-
-def test_trainer_trains_a_masked_language_model(tokenizer, tmp_path):
-    """The masked token of a sequence can be inferred from the tokens on both sides."""
-    tokenizer.add_special_tokens({"mask_token": "<mask>", "pad_token": "<pad>"})
-    fields = {"is_causal": False, "layer_scale_init_value": 1.0, "pad_token_id": tokenizer.pad_token_id}
-    model = ToSTForMaskedLM(small_config(vocab_size=len(tokenizer), **fields))
-    sentences = ["the heads of the model", "share the tokens of the text"]
-    examples = [{"input_ids": tokenizer(sentences[i % 2])["input_ids"]} for i in range(32)]
-    options = {"max_steps": 30, "learning_rate": 1e-2, "per_device_train_batch_size": 8, "report_to": []}
-    args = TrainingArguments(tmp_path, use_cpu=True, disable_tqdm=True, **options)
-    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, seed=0)
-    trainer = Trainer(model, args, train_dataset=examples, eval_dataset=examples, data_collator=collator)
-    initial_loss = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] < 0.5 * initial_loss
 
 
 # Presets, the command line, cards -------------------------------------------------------------------------------------

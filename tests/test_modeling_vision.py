@@ -287,17 +287,6 @@ def test_output_attentions_warns_once_without_softmax_attention(attention_type, 
 ONE_BLOCK = {"num_hidden_layers": 1, "num_class_attention_layers": 1, "patch_size": 4}
 
 
-@torch.no_grad()
-def test_export_with_dynamic_batch_and_image_size():
-    model = tiny_model(**ONE_BLOCK)
-    height, width = torch.export.Dim("height", min=2, max=64), torch.export.Dim("width", min=2, max=64)
-    shapes = {"pixel_values": {0: torch.export.Dim("batch", min=1, max=64), 2: 4 * height, 3: 4 * width}}
-    program = torch.export.export(model, (), {"pixel_values": images(2, 3, 24, 40)}, dynamic_shapes=shapes).module()
-    for shape in ((2, 3, 24, 40), (3, 3, 64, 16), (1, 3, 16, 32)):
-        pixels = images(*shape)
-        torch.testing.assert_close(program(pixel_values=pixels).logits, model(pixels).logits, **CLOSE)
-
-
 @pytest.mark.parametrize("attention_type, backend", [("tssa", "aot_eager"), ("xca", "eager"), ("softmax", "eager")])
 def test_compile_without_graph_breaks(attention_type, backend):
     model = tiny_model(attention_type=attention_type, **ONE_BLOCK).train()

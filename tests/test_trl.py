@@ -1,14 +1,11 @@
-"""TRL's trainers with the path of a saved model: SFT, DPO, KTO, GRPO, reward models, adapters."""
+"""TRL's trainers with the path of a saved model: SFT, DPO, KTO, GRPO, reward models."""
 
 import math
 
 import pytest
 import torch
-from conftest import randomize, small_config
 from datasets import Dataset
 from torch.nn import functional as F
-
-from tost_hf import ToSTForCausalLM
 
 
 trl = pytest.importorskip("trl", reason="TRL is not installed (pip install trl)")
@@ -28,17 +25,14 @@ def folder(tmp_path, text_model, tokenizer):
     return tmp_path / "model"
 
 
-def train(trainer_class, folder, examples, steps=1, peft_config=None, options=None, **settings):
+def train(trainer_class, folder, examples, steps=1, options=None, **settings):
     """Trains some steps on batches of all examples; returns the trainer and the loss of each step."""
     config_class = getattr(trl, trainer_class.__name__.replace("Trainer", "Config"))
     settings = {"max_steps": steps, "per_device_train_batch_size": len(examples), "learning_rate": 0.01} | settings
     settings |= {"lr_scheduler_type": "constant", "use_cpu": True, "bf16": False, "report_to": "none"}
     settings |= {"logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "gradient_checkpointing": False}
     args = config_class(output_dir=str(folder / "run"), **settings)
-    options = {} if options is None else options
-    trainer = trainer_class(
-        str(folder), args=args, train_dataset=Dataset.from_list(examples), peft_config=peft_config, **options
-    )
+    trainer = trainer_class(str(folder), args=args, train_dataset=Dataset.from_list(examples), **options or {})
     trainer.train()
     return trainer, [step["loss"] for step in trainer.state.log_history if "loss" in step]
 
@@ -53,25 +47,13 @@ def mean_loss(model, sequences: list[list[int]], targets: list[int] | None = Non
     return torch.cat(losses).mean().item()
 
 
-def tokenize_documents(tokenizer) -> list[list[int]]:
-    return [[*tokenizer(document).input_ids, tokenizer.eos_token_id] for document in DOCUMENTS]
-
-
 @pytest.mark.parametrize(
     "packing", [{}, {"packing": True, "packing_strategy": "bfd"}, {"padding_free": True, "max_length": None}], ids=str
 )
 def test_sft_loss_equals_that_of_unpacked_documents(folder, text_model, tokenizer, packing):
-    expected = mean_loss(text_model, tokenize_documents(tokenizer))
+    expected = mean_loss(text_model, [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in DOCUMENTS])
     _, losses = train(trl.SFTTrainer, folder, [{"text": text} for text in DOCUMENTS], **{"max_length": 32} | packing)
     assert losses[0] == pytest.approx(expected, rel=1e-4)
-
-
-def test_sft_loss_of_documents_split_into_blocks(folder, text_model, tokenizer):
-    tokens = [token for ids in tokenize_documents(tokenizer) for token in ids]
-    blocks = [tokens[i : i + 16] for i in range(0, len(tokens), 16)]
-    packing = {"packing": True, "packing_strategy": "wrapped", "max_length": 16}
-    _, losses = train(trl.SFTTrainer, folder, [{"text": text} for text in DOCUMENTS], **packing)
-    assert losses[0] == pytest.approx(mean_loss(text_model, blocks), rel=1e-4)
 
 
 def test_sft_loss_of_completions_only(folder, text_model, tokenizer):
@@ -83,30 +65,10 @@ def test_sft_loss_of_completions_only(folder, text_model, tokenizer):
     assert losses[0] == pytest.approx(expected, rel=1e-4) and losses[-1] < losses[0] - 0.5
 
 
-def test_only_the_adapter_is_trained(folder, text_model):
-    peft = pytest.importorskip("peft")
-    adapter = peft.LoraConfig(r=4, task_type="CAUSAL_LM")
-    trainer, losses = train(trl.SFTTrainer, folder, [{"text": text} for text in DOCUMENTS], steps=4, peft_config=adapter)
-    assert losses[-1] < losses[0] - 0.1
-    base_model = trainer.model.unload()
-    for name, weight in text_model.state_dict().items():
-        assert torch.equal(base_model.state_dict()[name], weight), name
-
-
 def test_dpo_of_a_saved_model(folder):
     trainer, losses = train(trl.DPOTrainer, folder, PREFERENCES, steps=4)
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4) and losses[-1] < losses[0] / 2
     assert trainer.state.log_history[3]["rewards/accuracies"] == 1
-
-
-def test_dpo_of_a_loaded_model(folder, text_model, tokenizer):
-    """The reference model is loaded from the same folder."""
-    model = ToSTForCausalLM.from_pretrained(folder)
-    args = trl.DPOConfig(output_dir=str(folder / "run"), max_steps=1, use_cpu=True, bf16=False, report_to="none")
-    dataset = Dataset.from_list(PREFERENCES)
-    trainer = trl.DPOTrainer(model, args=args, train_dataset=dataset, processing_class=tokenizer)
-    assert type(trainer.ref_model) is ToSTForCausalLM and trainer.ref_model is not model
-    assert trainer.train().training_loss == pytest.approx(math.log(2), abs=1e-4)
 
 
 def test_kto(folder):
@@ -130,44 +92,6 @@ def test_grpo(folder, text_model, tokenizer):
     settings = {"num_generations": 8, "max_completion_length": 8, "steps": 8, "beta": 0.0}
     trainer, _ = train(trl.GRPOTrainer, folder, [PROMPT] * 16, options={"reward_funcs": reward}, **settings)
     assert rewarded_probability(trainer.model) > initial + 0.1
-
-
-def test_grpo_with_tools(folder, tokenizer, monkeypatch):
-    """TRL compares a conversation's length with `max_position_embeddings`, also where the model has no maximum."""
-    tokenizer.response_template = {}  # the parser below replaces it
-    tokenizer.chat_template = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for call in m.tool_calls or [] %}"
-        "{{ call.function.name }}{{ call.function.arguments }}{% endfor %}{% endfor %}"
-    )
-    config = small_config(vocab_size=300, max_position_embeddings=None, bos_token_id=0, eos_token_id=0)
-    randomize(ToSTForCausalLM(config)).save_pretrained(folder)
-    lengths, rewards = [], []
-
-    def parse_response(tokenizer, ids, prefix, tools):
-        """The model calls the tool once."""
-        lengths.append(len(prefix))
-        call = {"type": "function", "function": {"name": "count_words", "arguments": {"text": "the heads"}}}
-        called = "[tool]" in tokenizer.decode(prefix)
-        return {"role": "assistant", "content": ""} | ({} if called else {"tool_calls": [call]})
-
-    def count_words(text: str) -> int:
-        """Counts words.
-
-        Args:
-            text: The words.
-        """
-        return len(text.split())
-
-    def reward(completions, **kwargs):
-        rewards.extend(float(completion[1]["content"]) for completion in completions)
-        return rewards[-len(completions) :]
-
-    monkeypatch.setattr("trl.trainer.grpo_trainer.parse_response", parse_response)
-    examples = [{"prompt": [{"role": "user", "content": "the heads"}]}] * 2
-    options = {"reward_funcs": reward, "tools": [count_words], "processing_class": tokenizer}
-    settings = {"num_generations": 2, "max_completion_length": 99, "generation_kwargs": {"max_new_tokens": 8}}  # of each turn
-    train(trl.GRPOTrainer, folder, examples, options=options, **settings)
-    assert rewards == [2.0, 2.0] and max(lengths) > min(lengths)  # the answer was generated after the tool's result
 
 
 def test_reward_model(folder):
