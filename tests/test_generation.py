@@ -7,7 +7,7 @@ import torch
 from conftest import randomize, small_config
 from transformers import DynamicCache, GenerationMixin, StaticCache
 
-from tost_hf import ToSTCache, ToSTConfig, ToSTForCausalLM, TSSAState, load_cache, prefill_cache, save_cache
+from tost_hf import ToSTCache, ToSTForCausalLM, TSSAState, load_cache, prefill_cache, save_cache
 from tost_hf.model import modeling_tost
 from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
 
@@ -240,9 +240,9 @@ def test_bad_cache_files(tiny_model, prompt, tmp_path):
     with pytest.raises(FileNotFoundError, match="no cache file"):
         load_cache(file, tiny_model.config)
     save_cache(fill_cache(tiny_model, prompt), file)
-    other = ToSTConfig(hidden_size=64, num_hidden_layers=3, num_attention_heads=4)
-    with pytest.raises(ValueError, match="another model"):
-        load_cache(file, other)
+    for other in (small_config(hidden_size=64, num_hidden_layers=3), small_config(num_hidden_layers=3, conv_kernel=4)):
+        with pytest.raises(ValueError, match="another model"):
+            load_cache(file, other)
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(ValueError, match="not a readable safetensors file"):
         load_cache(file, tiny_model.config)
