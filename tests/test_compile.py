@@ -77,7 +77,7 @@ INPUTS = {
 
 @pytest.mark.parametrize(
     "inputs, checkpointing, autocast",
-    [("attention_mask", False, False), ("position_ids", False, True), ("seq_idx", True, False), ("seq_idx", True, True)],
+    [("attention_mask", False, False), ("position_ids", False, True), ("seq_idx", True, True)],
 )
 def test_training_options(tiny_model, inputs, checkpointing, autocast):
     """Padding, packing, gradient checkpointing and autocast in one graph, with the gradients of eager mode."""
