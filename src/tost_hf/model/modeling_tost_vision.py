@@ -30,12 +30,7 @@ logger = logging.get_logger(__name__)
 
 
 @dataclass
-class _VisionOutputMixin(MembershipsMixin):
-    class_attentions: tuple[torch.FloatTensor, ...] | None = None
-
-
-@dataclass
-class ToSTVisionModelOutput(_VisionOutputMixin, BaseModelOutputWithPooling):
+class ToSTVisionModelOutput(MembershipsMixin, BaseModelOutputWithPooling):
     """Output of `ToSTVisionModel`: the fields of transformers' `BaseModelOutputWithPooling`, and two on request.
 
     Args:
@@ -44,10 +39,14 @@ class ToSTVisionModelOutput(_VisionOutputMixin, BaseModelOutputWithPooling):
             of every class-attention block, each (B, H, 1, 1 + N).
     """
 
+    class_attentions: tuple[torch.FloatTensor, ...] | None = None
+
 
 @dataclass
-class ToSTImageClassifierOutput(_VisionOutputMixin, ImageClassifierOutput):
+class ToSTImageClassifierOutput(MembershipsMixin, ImageClassifierOutput):
     """Output of `ToSTForImageClassification`: logits (B, num_labels), the loss, and the fields of `ToSTVisionModelOutput`."""
+
+    class_attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
 @dataclass
