@@ -12,7 +12,9 @@ PAGES := README.md LICENSE .github examples model_cards
 MLINTER_OFF := TRF028|TRF041|TRF057
 PYTEST := -m pytest tests --numprocesses auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test test-slow test-lowest test-vllm lint docs browser clean
+REF ?= main
+
+.PHONY: demo test test-slow test-lowest test-vllm lint docs compare browser clean
 
 demo: $(VENV)/ready-to-train  ## fine-tunes the small trained text model on the Python standard library and lets it write
 	$(BIN)/python examples/demo.py --output_dir tost-demo
@@ -44,6 +46,9 @@ docs: $(VENV)/ready  ## the documentation site, in site/, from the pages and the
 	mkdir -p build/docs && ln -sfn $(addprefix ../../,$(PAGES)) build/docs
 	$(BIN)/mkdocs build --quiet --strict --config-file .mkdocs.yml
 	test -d site/assets/stylesheets  # what a wrong exclude_docs would leave out
+
+compare: $(VENV)/ready  ## whether the working tree is slower than the commit REF
+	$(BIN)/python examples/benchmarks/compare.py $(REF)
 
 browser: $(VENV)/ready  ## what the tests of the page need: Debian's Chromium, and the JavaScript libraries in npm's cache
 	command -v chromium && command -v chromedriver || (apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver)

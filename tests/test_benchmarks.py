@@ -3,8 +3,11 @@
 No speed is asserted, so that the tests do not depend on the machine.
 """
 
+import json
 import shutil
+import subprocess
 import sys
+from io import StringIO
 from itertools import product
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import torch
 BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # permanently: processes that the benchmarks start inherit it
 
+import compare  # noqa: E402
 import decode  # noqa: E402
 import op  # noqa: E402
 import registry  # noqa: E402
@@ -101,6 +105,43 @@ def test_peak_memory():
     del blocks
     assert 63 < timing.peak_bytes(allocate) / 2**20 < 72  # the kernel counts pages in batches
     assert last_block.sum() == 2**14
+
+
+# Two commits ----------------------------------------------------------------------------------------------------------
+
+
+def test_workloads_of_a_commit(monkeypatch, capsys):
+    sizes = {"device": "cpu", "batch": 2, "tokens": 8, "width": 64, "layers": 1}
+    names = list(compare.make_workloads(**sizes))
+    monkeypatch.setattr(sys, "stdin", StringIO("".join(f"{name}\n" for name in names)))
+    compare.serve_workloads(sizes)
+    first_line, *answers = capsys.readouterr().out.splitlines()
+    assert json.loads(first_line) == [compare.tost_hf.__file__, names] and answers == [""] * len(names)
+
+
+@pytest.mark.parametrize(("times", "status"), [([8, 2, 4], 1), ([5, 1.8, 2.2], 0), ([0.1, 1, 1.1], 1)])
+def test_comparison_of_commits(capsys, times, status):
+    """The status is that of the median of the ratios per round, whichever commit is slower."""
+    seconds = {("step", compare.WORKING_TREE): times, ("step", "main"): [5, 1, 2]}
+    seconds |= {("other", commit): [1, 1, 1] for _, commit in seconds}
+    assert compare.report(seconds, "main") == status
+    assert capsys.readouterr().out.count("slower") == status
+
+
+@pytest.mark.slow
+def test_compare(monkeypatch, capfd):
+    """Each commit's package is imported from its own folder; the temporary worktree is removed, on errors, too."""
+    git = ["git", "-C", str(compare.ROOT), "worktree", "list"]
+    if shutil.which("git") is None or subprocess.run(git, capture_output=True).returncode:
+        pytest.skip("no git repository")
+    worktrees = subprocess.check_output(git)
+    monkeypatch.setattr(compare, "MAX_RATIO", float("inf"))
+    args = ["HEAD", "--device", "cpu", "--repeats", "1", "--batch", "1", "--tokens", "8", "--width", "64", "--layers", "1"]
+    assert compare.main(args) == 0
+    assert capfd.readouterr().out.count(" step |") == 2
+    with pytest.raises(RuntimeError, match="ended"):
+        compare.main([*args, "--width", "63"])
+    assert subprocess.check_output(git) == worktrees
 
 
 # The operator ---------------------------------------------------------------------------------------------------------

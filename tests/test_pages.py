@@ -181,8 +181,9 @@ def check_python(words: list[str]) -> None:
 
 
 def check_make(words: list[str]) -> None:
-    for target in words:
-        assert f"\n{target}:" in read_page("Makefile"), target
+    for word in words:
+        name, is_variable, _ = word.partition("=")
+        assert f"\n{name}{' ?=' if is_variable else ':'}" in read_page("Makefile"), word
 
 
 def check_pip(words: list[str]) -> None:
@@ -214,6 +215,7 @@ def test_wrong_commands_are_rejected():
         ["tost-hf", "publish", "x", "--licence", "mit"],
         ["tost-hf", "serve", "x", "--doors", "8000"],
         ["make", "coffee"],
+        ["make", "compare", "MILK=1"],
         ["pip", "install", "-e", ".[audio]"],
     ):
         with pytest.raises(AssertionError):
@@ -225,7 +227,7 @@ def test_wrong_commands_are_rejected():
 def test_inline_commands_exist(name):
     """Commands between backticks in prose, such as `make test` and `tost-hf card --presets`."""
     for program, arguments in re.findall(r"`(make|tost-hf) ([^`]+)`", read_page(name)):
-        CHECKS[program](re.sub(r"[A-Z]{4,}", "", arguments).split())
+        CHECKS[program](re.sub(r" [A-Z]{4,}", "", arguments).split())
 
 
 # Names and links ------------------------------------------------------------------------------------------------------
