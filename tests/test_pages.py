@@ -1,4 +1,4 @@
-"""The Markdown pages of this repository: their code runs, their commands and options exist, their links resolve."""
+"""The Markdown pages and workflows: their code runs, their commands and options exist, their links resolve."""
 
 import dataclasses
 import inspect
@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import yaml
 from conftest import auto_processor_missing, randomize, small_config, small_vision_config
 from hub_clients import save_tokenizer
 
@@ -39,8 +40,10 @@ PAGES = (
     "model_cards/trained/README.md",
     *GUIDES,
 )
+WORKFLOWS = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / ".github/workflows").glob("*.yml")))
 EXTERNAL_PROGRAMS = {  # their options are not checked
     "accelerate",
+    "bash",
     "curl",
     "git",
     "kill",
@@ -69,7 +72,14 @@ def commands(block: str) -> list[list[str]]:
     return [[word for word in words if not re.match("[A-Z_]+=", word)] for is_separator, words in groups if not is_separator]
 
 
-COMMANDS = [(name, words) for name in PAGES for block in code_blocks(name, "bash") for words in commands(block)]
+def workflow_scripts(name: str) -> list[str]:
+    """The scripts of a GitHub workflow."""
+    jobs = yaml.safe_load(read_page(name))["jobs"].values()
+    return [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+
+
+BLOCKS = {name: code_blocks(name, "bash") for name in PAGES} | {name: workflow_scripts(name) for name in WORKFLOWS}
+COMMANDS = [(name, words) for name, blocks in BLOCKS.items() for block in blocks for words in commands(block)]
 
 
 # Python ---------------------------------------------------------------------------------------------------------------
@@ -183,7 +193,7 @@ def check_python(words: list[str]) -> None:
 def check_make(words: list[str]) -> None:
     for word in words:
         name, is_variable, _ = word.partition("=")
-        assert f"\n{name}{' ?=' if is_variable else ':'}" in read_page("Makefile"), word
+        assert f"\n{name}{' ?=' if is_variable else ':'}" in read_page("Makefile").replace("$(VENV)", ".venv"), word
 
 
 def check_pip(words: list[str]) -> None:
@@ -252,6 +262,16 @@ def test_links_resolve(name):
         path = ((ROOT / name).parent / target).resolve() if target else ROOT / name
         assert path.exists(), target
         assert not anchor or anchor in anchors(str(path.relative_to(ROOT))), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("name", ["bug", "question"])
+def test_issue_templates(name):
+    """The keys that GitHub requires of a form."""
+    form = yaml.safe_load(read_page(f".github/ISSUE_TEMPLATE/{name}.yml"))
+    assert {"name", "description", "body"} <= form.keys()
+    for element in form["body"]:
+        attributes = element["attributes"]
+        assert attributes["value"] if element["type"] == "markdown" else attributes["label"]
 
 
 @pytest.mark.parametrize("name", ["ToSTConfig", "ToSTVisionConfig", "ToSTTrainingArguments", "ToSTModelOutputWithPast"])
