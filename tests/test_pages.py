@@ -1,5 +1,6 @@
 """The Markdown pages and workflows: their code runs, their commands and options exist, their links resolve."""
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -8,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import cache
 from importlib.util import find_spec
@@ -21,6 +23,7 @@ import torch
 import yaml
 from conftest import auto_processor_missing, randomize, small_config, small_vision_config
 from hub_clients import save_tokenizer
+from transformers import AutoConfig
 
 import tost_hf
 from tost_hf.cli import main
@@ -247,6 +250,46 @@ def test_inline_commands_exist(name):
 def test_mentioned_files_exist(name):
     for path in re.findall(r"`((?:src|examples|tests|\.github)/[\w./-]+)`", read_page(name)):
         assert (ROOT / path).exists(), path
+
+
+def sentences_of_string(node: ast.expr) -> Iterator[str]:
+    """Regular expressions of the first sentence of a string, the first two, ..., all; spaces stand for any white space."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    texts = [part.value if isinstance(part, ast.Constant) else "\0" for part in parts]
+    if all(isinstance(text, str) for text in texts):
+        sentences = re.split(r"(?<=\.) ", " ".join(re.sub("%[sd]", "\0", "".join(texts)).split()))
+        for i in range(len(sentences)):
+            yield re.escape(" ".join(sentences[: i + 1])).replace("\0", "(.+)")
+
+
+@cache
+def message_templates() -> list[re.Pattern]:
+    """The strings of the package with at least three words, and those of transformers for an unknown type of model."""
+    files = [*(ROOT / "src/tost_hf").rglob("*.py"), Path(inspect.getfile(AutoConfig))]
+    nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text())))
+    strings = (node for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr))
+    templates = {template for node in strings for template in sentences_of_string(node)}
+    return [re.compile(template) for template in templates if len(re.findall(r"[a-z]{2,}", template)) > 2]
+
+
+def occurs_in_source(message: str) -> bool:
+    """Whether the source has these sentences; so must it have long formatted parts of them."""
+    matches = filter(None, (template.fullmatch(message) for template in message_templates()))
+    return any(all(len(part.split()) < 8 or occurs_in_source(part) for part in match.groups()) for match in matches)
+
+
+QUOTES = re.findall(r"^> (?:[\w.]+: )?(.*)$", read_page("examples/guides/troubleshooting.md"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", [quote for quote in QUOTES if quote != "CUDA out of memory."])  # torch's
+def test_quoted_messages_occur_in_source(message):
+    assert occurs_in_source(message)
+
+
+def test_wrong_quotes_are_found():
+    for right, wrong in (("shape", "form"), ("numba", "numpy")):  # in a message; in a formatted part of one
+        (quote, *_) = (quote for quote in QUOTES if right in quote)
+        assert not occurs_in_source(quote.replace(right, wrong, 1))
 
 
 def anchors(name: str) -> set[str]:
