@@ -49,7 +49,7 @@ def main() -> None:
     processor = make_image_processor(config)
 
     digits = load_digits()
-    images = (digits.images * (255 / 16)).round().astype(np.uint8)  # 1,797, greyscale
+    images = (digits.images * (255 / 16)).round().astype(np.uint8)  # 1,797, grayscale
     pixels = processor([Image.fromarray(image) for image in images], return_tensors="pt")["pixel_values"]
     examples = [{"pixel_values": pixel_values, "labels": int(label)} for pixel_values, label in zip(pixels, digits.target)]
     train, test = train_test_split(range(len(examples)), test_size=0.2, stratify=digits.target, random_state=args.seed)

@@ -147,10 +147,10 @@ def main(args: list[str] | None = None) -> None:
             Measurement("accuracy", f"Accuracy (top-5{args.limit})", accuracies["top5_accuracy"], len(examples), protocol)
         )
     if real_labels is not None:
-        accuracy, num_labelled = real_accuracy(predictions, real_labels)
+        accuracy, num_labeled = real_accuracy(predictions, real_labels)
         protocol = f"right if among the image's ReaL labels, images without any left out; {protocol}"
         measurements.append(
-            Measurement("accuracy", f"Accuracy (top-1 on ReaL labels{args.limit})", accuracy, num_labelled, protocol)
+            Measurement("accuracy", f"Accuracy (top-1 on ReaL labels{args.limit})", accuracy, num_labeled, protocol)
         )
 
     title = " ".join(filter(None, (source.name, source.config)))

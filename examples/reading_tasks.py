@@ -72,7 +72,7 @@ def lambada_lenient(
         num_truncated += len(ids) > context - new_tokens
 
     num_correct = 0
-    # the model's generation config may sample, penalise repetition or stop at end-of-text
+    # the model's generation config may sample, penalize repetition or stop at end-of-text
     generation_config, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=0)
     try:
         for indices, batch in batch_by_length(prompts, batch_size, "LAMBADA, lenient"):

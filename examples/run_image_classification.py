@@ -66,7 +66,7 @@ class ModelArguments(scripting.ModelArguments):
     )
     crop: str = field(
         default="center",
-        metadata={"help": "How evaluation resizes images: cropped to the centre, or squashed.", "choices": list(CROPS)},
+        metadata={"help": "How evaluation resizes images: cropped to the center, or squashed.", "choices": list(CROPS)},
     )
 
     def __post_init__(self):
@@ -205,7 +205,7 @@ def encode_labels(split: str, dataset: Dataset, names: list[str], data_args: Dat
 
 
 def read_image(source: str, encoded: dict | None) -> Image.Image:
-    """Decodes an image to RGB; grey and palette images are converted, transparent ones are put on white."""
+    """Decodes an image to RGB; gray and palette images are converted, transparent ones are put on white."""
     encoded = encoded or {}
     name = source + (f" ({encoded['path']})" if encoded.get("path") else "")
     if not encoded.get("bytes") and (not encoded.get("path") or os.path.getsize(encoded["path"]) == 0):
@@ -247,7 +247,7 @@ class EvaluationImages(torch.utils.data.Dataset):
         example = self.dataset[index]
         image = read_image(example["source"], example["image"])
         mean = self.processor.image_mean
-        if isinstance(mean, (list, tuple)) and len(mean) == 1:  # of a model of grey images
+        if isinstance(mean, (list, tuple)) and len(mean) == 1:  # of a model of gray images
             image = image.convert("L")
         return {"pixel_values": self.processor(image, return_tensors="pt")["pixel_values"][0], "labels": example["label"]}
 

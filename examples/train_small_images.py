@@ -40,7 +40,7 @@ from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
 
 
 TITLE = "## Accuracy by class"
-CURVES, CONFUSION = "curves.png", "confusion_matrix.png"
+CURVES, CONFUSION = "training_curves.png", "confusion_matrix.png"
 MEMBERSHIPS_SUFFIX = "-memberships"  # of the page's folder, outside the model's, which is published
 HELD_OUT_FRACTION = 0.1
 CURVE_IMAGES = 1000  # held-out images evaluated during training

@@ -21,7 +21,7 @@ TINY = "patch_size=4,hidden_size=32,num_hidden_layers=2,num_class_attention_laye
 
 
 def digit_pictures(count: int, offset: int = 0) -> list[tuple[PILImage.Image, int]]:
-    """Real digits of the classes 0, 1, 2, 0, ... as grey pictures of 8 x 8 pixels."""
+    """Real digits of the classes 0, 1, 2, 0, ... as gray pictures of 8 x 8 pixels."""
     digits = load_digits()
     indices_of_class = [np.flatnonzero(digits.target == number) for number in range(len(NAMES))]
     samples = [(int(indices_of_class[i % 3][(offset + i) // 3]), i % 3) for i in range(count)]

@@ -256,7 +256,7 @@ def test_compare_vision_and_ablations_run(tmp_path, images):
     assert {x["model"] for x in records} == {"TSSA", "XCA", "softmax"}
     assert all("CIFAR10_FOLDER" in x["command"] and str(images) not in x["command"] for x in records)
     records = run("ablations", tmp_path / "ablations", *TOY, "--seeds", "0", *data, "--head_dims", "16", "64")
-    ablations_of_32 = [f"32 channels a head, {name}" for name in ("unnormalised scores", "ISTA", "unnormalised scores, ISTA")]
+    ablations_of_32 = [f"32 channels a head, {name}" for name in ("unnormalized scores", "ISTA", "unnormalized scores, ISTA")]
     models = list(dict.fromkeys(x["model"] for x in records))
     assert models == ["16 channels a head", "64 channels a head", *ablations_of_32]
 

@@ -84,7 +84,7 @@ def test_tightness_runs(tmp_path, images):
     data = ["--images", str(images), "--text", str(write_text(tmp_path / "text")), "--test_images", "3", "--test_texts", "2"]
     records = run("tightness", tmp_path, *TOY, *data, "--every", "1")
     records = [x for x in records if x["metric"] != "learning_rate"]
-    assert len(records) == 2 * 2 * 3 * 2 * 4  # tasks, seeds, steps, normalisations, layers
+    assert len(records) == 2 * 2 * 3 * 2 * 4  # tasks, seeds, steps, normalizations, layers
     assert all(float(x["value"]) >= 1 - 1e-9 for x in records)  # ratio of the upper bound to the coding rate
     values = {(x["task"], x["seed"], x["metric"]): x["value"] for x in records}
     assert len(values) == len(records)

@@ -81,10 +81,10 @@ def find_dash_ends(picture: np.ndarray) -> np.ndarray:
     ends = []
     for label in range(1, count + 1):
         pixels = np.argwhere(components == label)
-        centre = (pixels.min(0) + pixels.max(0)) / 2
+        center = (pixels.min(0) + pixels.max(0)) / 2
         axis = np.linalg.svd(pixels - pixels.mean(0), full_matrices=False)[2][0]
-        projections = (pixels - centre) @ axis
-        ends.append([centre + projections.min() * axis, centre + projections.max() * axis])
+        projections = (pixels - center) @ axis
+        ends.append([center + projections.min() * axis, center + projections.max() * axis])
     return np.array(ends)
 
 

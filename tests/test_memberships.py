@@ -1,4 +1,4 @@
-"""examples/research/memberships.py: agreement of memberships with clusters of colour and position on photographs."""
+"""examples/research/memberships.py: agreement of memberships with clusters of color and position on photographs."""
 
 import sys
 from pathlib import Path

@@ -104,7 +104,7 @@ def test_model_without_a_head_can_be_finetuned(tmp_path):
     assert torch.equal(model.tost.class_token, trunk.class_token)
 
 
-def test_normalisation_of_a_pretrained_model_is_reused(tmp_path):
+def test_normalization_of_a_pretrained_model_is_reused(tmp_path):
     tiny_vision_model().save_pretrained(tmp_path)
     args = script.ModelArguments(model_name_or_path=str(tmp_path))
     assert script.load_processor(args, script.load_config(args)).image_mean[0] == 0.485
@@ -181,14 +181,14 @@ def test_class_names_for_integer_labels(tmp_path):
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "LA", "1", "CMYK"])
 def test_images_of_any_mode_are_read_as_rgb(tmp_path, mode):
-    grey = digit_pictures(1)[0][0]
-    rgb = grey.convert("RGB")
+    gray = digit_pictures(1)[0][0]
+    rgb = gray.convert("RGB")
     picture = rgb.quantize() if mode == "P" else rgb.convert(mode)  # mode P has a palette
     file = tmp_path / ("x.tiff" if mode == "CMYK" else "x.png")
     image = script.read_image("Image 0", {"bytes": png(picture, file), "path": None})
     assert image.mode == "RGB" and image.size == (8, 8)
     if mode in ("L", "P", "RGBA", "LA"):
-        assert np.abs(np.array(image)[..., 0].astype(int) - np.array(grey)).max() <= 3
+        assert np.abs(np.array(image)[..., 0].astype(int) - np.array(gray)).max() <= 3
 
 
 def test_transparent_images_get_a_white_background(tmp_path):

@@ -146,15 +146,15 @@ def compare_vision(args, results: Results) -> None:
 
 HEAD_DIMS = (16, 32, 64, 128)
 ABLATION_FIELDS = {
-    "unnormalised scores": {"normalize_scores": False},
+    "unnormalized scores": {"normalize_scores": False},
     "ISTA": {"mlp_type": "ista"},
-    "unnormalised scores, ISTA": {"normalize_scores": False, "mlp_type": "ista"},
+    "unnormalized scores, ISTA": {"normalize_scores": False, "mlp_type": "ista"},
 }
 ABLATIONS = """Ablations of ToST on CIFAR-10: the width of a head at equal width of the model, and the paper's two ablations.
 
 The paper does not specify the width of a head; this compares heads of 16, 32, 64 and 128 channels at a width of 128 (the last
 is one head, whose memberships are all 1). For ToST-S after 400 epochs on CIFAR-10 the paper reports 91.2 % as published,
-85.2 % with unnormalised scores, 87.4 % with an ISTA step in place of the MLP, and 80.6 % with both. Here these variants have
+85.2 % with unnormalized scores, 87.4 % with an ISTA step in place of the MLP, and 80.6 % with both. Here these variants have
 a width of 128; the first is the TSSA of compare_vision. At full size each is a command such as
 
     python examples/run_image_classification.py examples/recipes/image_finetuning.yaml --num_train_epochs 400 \\

@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Exports: which models transformers' exporters export to which formats (`exports`), and the drift of a float32 state
-(`exported_state`). Both need `pip install "tost-hf[export]"`, the first also openvino and executorch for their formats.
+"""Exports: which models transformers' exporters export to which formats (`exports`), and the drift of a float32
+recurrent state (`exported_state`). Both need `pip install "tost-hf[export]"`, the first also openvino and executorch for their
+formats.
 """
 
 import copy
@@ -166,9 +167,10 @@ def run_exports(args, report: Report) -> None:
                     report.add(columns | {"outcome": outcome}, {"difference": difference})
 
 
-# Drift of the state ---------------------------------------------------------------------------------------------------
+# Drift of the recurrent state -----------------------------------------------------------------------------------------
 
-EXPORTED_STATE = """The drift of a float32 state: an ONNX program that reads a long sequence token by token, beside the model.
+EXPORTED_STATE = """The drift of a float32 recurrent state: an ONNX program that reads a long sequence token by token, beside
+the model.
 
 Small models with random weights, random tokens. The program's state is float32 after every token; the model, whose sums are
 float64, reads the same sequence in chunks of 1,000 tokens. `difference` is the largest difference of the logits at the 100

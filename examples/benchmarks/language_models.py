@@ -134,7 +134,7 @@ class ConvolvedProjection(nn.Module):
 
 
 def add_convolution(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
-    """Adds ToST's convolution to the normalised input of each attention, for whole, unpadded sequences only."""
+    """Adds ToST's convolution to the normalized input of each attention, for whole, unpadded sequences only."""
     for block in model.transformer.h:
         block.attn.c_attn = ConvolvedProjection(block.attn.c_attn, model.config.hidden_size)
     return model

@@ -46,7 +46,7 @@ BENCHMARKS = {  # name to the module that registers it
     "observations": "observations",
     "op": "op",
     "options": "op",
-    "quantised": "quantised",
+    "quantized": "quantized",
     "recall": "synthetic",
     "resolution": "resolution",
     "scaling": "scaling",

@@ -165,7 +165,7 @@ def train(
 
 @torch.no_grad()
 def label_accuracy(model: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]]) -> float:
-    """The fraction of labelled positions whose most likely token is the label; labels are shifted, as in training."""
+    """The fraction of labeled positions whose most likely token is the label; labels are shifted, as in training."""
     model.eval()
     num_correct = num_labels = 0
     for batch in batches:

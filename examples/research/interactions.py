@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Local and global interactions: how much of what a model learns depends on the order of neighbouring tokens.
+"""Local and global interactions: how much of what a model learns depends on the order of neighboring tokens.
 
     python examples/benchmarks/run.py interactions --images CIFAR10_FOLDER --text TEXT_FOLDER
 

@@ -1,10 +1,10 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Agreement of memberships with k-means clusters of colour and place on photographs, trained and untrained.
+"""Agreement of memberships with k-means clusters of color and place on photographs, trained and untrained.
 
     python examples/benchmarks/run.py memberships --model model_cards/trained/tost-cifar10-3m
 
 The photographs of examples/photos and scikit-learn's two are cropped to squares and resized to four times the side that the
-model was trained on. The patches of each are clustered by k-means on colour and place, with as many clusters as a layer has
+model was trained on. The patches of each are clustered by k-means on color and place, with as many clusters as a layer has
 heads, and compared with
 
 - *layers*: each patch's strongest head, by adjusted mutual information (`membership_clusters_score`), beside two controls: the

@@ -31,10 +31,10 @@ OBSERVATIONS = """What TSSA's layers compress and group, before and after traini
 An image model and a language model of four layers are trained as in compare_vision and compare_lm, and measured on held-out
 images and text by `tost_hf.interpret`:
 
-- *Does the compression term fall with depth?* Its variational form under both normalisations, and the coding rate that it
+- *Does the compression term fall with depth?* Its variational form under both normalizations, and the coding rate that it
   bounds, in nats, layer by layer.
 - *Do memberships group patches by content?* The adjusted mutual information of each patch's strongest head with k-means of
-  colours and places: of the image's own memberships, of shuffled ones, and of another image's (what place alone explains).
+  colors and places: of the image's own memberships, of shuffled ones, and of another image's (what place alone explains).
 - *Does the membership flatten with position?* Its distance from uniform, 1 - entropy / ln H, by position in the text.
 """
 CONTEXT = 256  # tokens of an example

@@ -3,7 +3,7 @@
 
     python examples/benchmarks/run.py lra --imdb IMDB_FOLDER --wikitext WIKITEXT_FOLDER --images CIFAR10_FOLDER
 
-ListOps has expressions of fewer than 64 tokens, Text the first 128 bytes of a review, Image 10 x 10 grey pixels, and
+ListOps has expressions of fewer than 64 tokens, Text the first 128 bytes of a review, Image 10 x 10 gray pixels, and
 Pathfinder 12 x 12 pixels with paths of 2 dashes; Retrieval asks whether two excerpts of 64 characters are from the same data
 set, WikiText-2 or reviews. This checks that all parts work and shows nothing about long ranges: README.md has the commands for
 the full tasks. Seeds that have records are not run again.

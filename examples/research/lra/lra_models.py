@@ -48,7 +48,7 @@ class Attention(nn.Module):
         self.qkv_proj = nn.Linear(width, 3 * width, bias=bias)
         self.out_proj = nn.Linear(width, width, bias=bias)
         self.out_dropout = nn.Dropout(config.hidden_dropout)
-        self.out_proj._writes_to_residual = True  # initialised like TSSA's
+        self.out_proj._writes_to_residual = True  # initialized like TSSA's
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **_):
         """(B, T, D) to (B, T, D) and None; `attention_mask` (B, T) is true at real tokens; each sequence has at least one."""

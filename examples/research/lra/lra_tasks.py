@@ -50,7 +50,7 @@ def encode_bytes(text: str, length: int) -> list[int]:
 
 
 def encode_pixels(image: Image.Image, length: int) -> list[int]:
-    """Grey levels in raster order, of the image resized to `length` pixels."""
+    """Gray levels in raster order, of the image resized to `length` pixels."""
     side = math.isqrt(length)
     image = image.convert("L")
     if image.size != (side, side):

@@ -8,8 +8,8 @@
         --do_train --output_dir my-text
 
 Arguments after the file take precedence; all other arguments are those of Trainer. Start it with `accelerate launch` to use
-several devices. The training curves are plotted at every evaluation (course.png). If a run is interrupted, the same command
-resumes it.
+several devices. The training curves are plotted at every evaluation (training_curves.png). If a run is interrupted, the same
+command resumes it.
 """
 
 import logging
@@ -126,7 +126,7 @@ class PlotCurves(TrainerCallback):
 
     def on_evaluate(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            plot_curves(state.log_history, Path(args.output_dir, "course.png"))
+            plot_curves(state.log_history, Path(args.output_dir, "training_curves.png"))
 
 
 def preprocess_logits_for_metrics(logits, labels):

@@ -1,9 +1,9 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Quantisation on a CPU: loss on text and images, size of the weights, time per token.
+"""Quantization on a CPU: loss on text and images, size of the weights, time per token.
 
     make demo && python examples/digits.py                # trains the two models
-    python examples/benchmarks/run.py quantised           # their losses and bytes, saved and reloaded
-    python examples/benchmarks/run.py quantised --speed   # a token of tost-base
+    python examples/benchmarks/run.py quantized           # their losses and bytes, saved and reloaded
+    python examples/benchmarks/run.py quantized --speed   # a token of tost-base
 
 `tost-demo` is evaluated on the demo's validation text (the interpreter's standard library), `tost-digits` on held-out digits.
 Each method loads the model by `from_pretrained`. "saved" states whether `save_pretrained` and `from_pretrained` reproduce the
@@ -119,7 +119,7 @@ def report_losses(args, report: Report) -> None:
 
 
 def start_steps(folder: str, options: Callable[[], dict[str, Any]]) -> DynamicSteps:
-    """One-token steps of a quantised model, after a warm-up step."""
+    """One-token steps of a quantized model, after a warm-up step."""
     model = AutoModelForCausalLM.from_pretrained(folder, **({"dtype": torch.float32} | options())).eval()
     steps = DynamicSteps(model, torch.ones(1, 1, dtype=torch.long), POSITION, 1, compiled=False)
     steps()
@@ -147,6 +147,6 @@ def add_arguments(parser) -> None:
     parser.add_argument("--speed", action="store_true", help="time tost-base instead of measuring losses")
 
 
-@benchmark("quantised", __doc__, add_arguments)
+@benchmark("quantized", __doc__, add_arguments)
 def run(args, report: Report) -> None:
     (report_speed if args.speed else report_losses)(args, report)
