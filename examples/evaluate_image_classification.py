@@ -15,7 +15,7 @@ import json
 import logging
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.compute
@@ -41,6 +41,7 @@ from scripting import load_pretrained, parse_args, recorded_command, run
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PreTrainedModel
+from transformers.hf_argparser import HfArg
 
 import tost_hf  # noqa: F401  registers the models with the Auto classes
 from tost_hf.training.metrics import Accuracy
@@ -55,23 +56,19 @@ IMAGENET_FILE = re.compile(r"ILSVRC2012_val_(\d{8})")
 class ImageEvaluationArguments(EvaluationArguments):
     """The images and their labels."""
 
-    dataset: str = field(metadata={"help": "The images: a parquet file, a folder, or a Hub dataset NAME or NAME:CONFIG."})
-    image_column_name: str | None = field(default=None, metadata={"help": "The column of images. Default: the only one."})
-    label_column_name: str | None = field(
+    dataset: str = HfArg(help="The images: a parquet file, a folder, or a Hub dataset NAME or NAME:CONFIG.")
+    image_column_name: str | None = HfArg(default=None, help="The column of images. Default: the only one.")
+    label_column_name: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "The column of labels. Named labels are matched with the model's by name (by number if the model's have "
-            "no names); plain numbers are the model's. Default: the only one."
-        },
+        help="The column of labels. Named labels are matched with the model's by name (by number if the model's have "
+        "no names); plain numbers are the model's. Default: the only one.",
     )
-    real_labels: str | None = field(
+    real_labels: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "A JSON list with the right classes of each image (real.json of google-research/reassessed-imagenet), in "
-            "the order of ImageNet's file names where the images have them, else in the order of the examples."
-        },
+        help="A JSON list with the right classes of each image (real.json of google-research/reassessed-imagenet), in "
+        "the order of ImageNet's file names where the images have them, else in the order of the examples.",
     )
-    dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that read images."})
+    dataloader_num_workers: int = HfArg(default=0, help="Processes that read images.")
 
 
 def match_labels(examples: Dataset, split: str, names: list[str], data_args: DataTrainingArguments) -> Dataset:

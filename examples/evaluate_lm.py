@@ -23,7 +23,7 @@ is the number of the model's positions; for a position-free model set max_length
 import logging
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -42,6 +42,7 @@ from reading_tasks import cbt_accuracy, lambada_exact, lambada_lenient, load_cbt
 from scoring import prefix_token, sweep, tokenize, windows_loss
 from scripting import load_pretrained, parse_args, recorded_command, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.hf_argparser import HfArg
 
 import tost_hf  # noqa: F401  registers the models with the Auto classes
 from tost_hf.training.metrics import perplexity
@@ -75,31 +76,30 @@ TASKS = {
 class LMEvaluationArguments(EvaluationArguments):
     """The tasks, their data, and the protocols."""
 
-    tasks: list[str] = field(metadata={"help": "What to evaluate.", "choices": list(TASKS)})
-    datasets: list[str] = field(
+    tasks: list[str] = HfArg(help="What to evaluate.", metadata={"choices": list(TASKS)})
+    datasets: list[str] = HfArg(
         default_factory=list,
-        metadata={
-            "help": "The data of a task, as TASK=SOURCE: a file (txt, json, jsonl, csv, parquet), a folder, or a Hub "
+        help=(
+            "The data of a task, as TASK=SOURCE: a file (txt, json, jsonl, csv, parquet), a folder, or a Hub "
             "dataset NAME or NAME:CONFIG. Defaults: "
             + ", ".join(f"{name}={task.dataset}" for name, task in TASKS.items() if task.dataset)
-        },
+        ),
     )
-    text_column_name: str | None = field(
-        default=None, metadata={"help": "The column of text. Default: text, sentence, page, or else the first."}
+    text_column_name: str | None = HfArg(
+        default=None, help="The column of text. Default: text, sentence, page, or else the first."
     )
-    protocols: list[str] = field(
+    protocols: list[str] = HfArg(
         default_factory=lambda: ["sweep"],
-        metadata={"help": "How the loss is measured, as described above.", "choices": list(PROTOCOLS)},
+        help="How the loss is measured, as described above.",
+        metadata={"choices": list(PROTOCOLS)},
     )
-    context: int | None = field(
-        default=None, metadata={"help": "Input tokens of a window. Default: the model's maximum, up to 1,024."}
+    context: int | None = HfArg(default=None, help="Input tokens of a window. Default: the model's maximum, up to 1,024.")
+    stride: int | None = HfArg(
+        default=None, help="Tokens scored by each window of a sweep but the first. Default: half the context."
     )
-    stride: int | None = field(
-        default=None, metadata={"help": "Tokens scored by each window of a sweep but the first. Default: half the context."}
-    )
-    num_windows: int = field(default=16_000, metadata={"help": "Random windows of `windows`; the authors drew 1,000 x 16."})
-    seed: int = field(default=0, metadata={"help": "The seed of the random windows."})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "The tokenizer, if not the model's own."})
+    num_windows: int = HfArg(default=16_000, help="Random windows of `windows`; the authors drew 1,000 x 16.")
+    seed: int = HfArg(default=0, help="The seed of the random windows.")
+    tokenizer_name: str | None = HfArg(default=None, help="The tokenizer, if not the model's own.")
 
     def __post_init__(self):
         for task in self.tasks:

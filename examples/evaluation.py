@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from scripting import LOADERS, HubArguments, file_extension, load_pretrained, read_dataset
 from transformers import PreTrainedModel
+from transformers.hf_argparser import HfArg
 
 from tost_hf.files import EVALUATION, read_json, staged_file
 from tost_hf.hub.records import check_results
@@ -29,18 +30,19 @@ IDENTITY_KEYS = ("task_type", "dataset_type", "dataset_name", "dataset_config", 
 class EvaluationArguments(HubArguments):
     """The model, the amount of data, and the file of the results."""
 
-    model: str = field(metadata={"help": "The model, a folder or a Hub id."})
-    output_file: str | None = field(default=None, metadata={"help": "Default: evaluation.json in the model's folder."})
-    dataset_split: str | None = field(
-        default=None, metadata={"help": "The split. Default: the test data, else the validation data, else the only split."}
+    model: str = HfArg(help="The model, a folder or a Hub id.")
+    output_file: str | None = HfArg(default=None, help="Default: evaluation.json in the model's folder.")
+    dataset_split: str | None = HfArg(
+        default=None, help="The split. Default: the test data, else the validation data, else the only split."
     )
-    max_examples: int | None = field(default=None, metadata={"help": "Use only the first N examples."})
-    batch_size: int = field(default=8, metadata={"help": "Examples per batch; does not change the results."})
-    dtype: str = field(
+    max_examples: int | None = HfArg(default=None, help="Use only the first N examples.")
+    batch_size: int = HfArg(default=8, help="Examples per batch; does not change the results.")
+    dtype: str = HfArg(
         default="float32",
-        metadata={"help": "The dtype of the weights.", "choices": ["auto", "bfloat16", "float16", "float32", "float64"]},
+        help="The dtype of the weights.",
+        metadata={"choices": ["auto", "bfloat16", "float16", "float32", "float64"]},
     )
-    device: str | None = field(default=None, metadata={"help": "The device. Default: the GPU if there is one."})
+    device: str | None = HfArg(default=None, help="The device. Default: the GPU if there is one.")
 
     @property
     def limit(self) -> str:

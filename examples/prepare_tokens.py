@@ -9,13 +9,14 @@ If it is interrupted, the same command resumes: finished shards are in the cache
 
 import logging
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import concatenate_datasets
 from scripting import HubArguments, load_pretrained, parse_args, read_dataset, run
 from texts import TextArguments, load_files, pack, tokenizer_fingerprint
 from transformers import AutoTokenizer
+from transformers.hf_argparser import HfArg
 
 from tost_hf.files import staged_folder
 
@@ -28,11 +29,11 @@ EXAMPLES_PER_SHARD, MAX_SHARDS = 10_000, 16  # each shard is cached once it is t
 class PreparationArguments(HubArguments):
     """The tokenizer, the split, and the folder to write."""
 
-    tokenizer_name: str | None = field(default=None, metadata={"help": "The tokenizer, a folder or a Hub id."})
-    output_dir: str | None = field(default=None, metadata={"help": "The folder to write."})
-    dataset_split: str = field(default="train", metadata={"help": "Which split of --dataset_name."})
-    num_proc: int = field(default=1, metadata={"help": "Processes that tokenize."})
-    num_shards: int | None = field(default=None, metadata={"help": "Files to write. Default: 8 per process."})
+    tokenizer_name: str | None = HfArg(default=None, help="The tokenizer, a folder or a Hub id.")
+    output_dir: str | None = HfArg(default=None, help="The folder to write.")
+    dataset_split: str = HfArg(default="train", help="Which split of --dataset_name.")
+    num_proc: int = HfArg(default=1, help="Processes that tokenize.")
+    num_shards: int | None = HfArg(default=None, help="Files to write. Default: 8 per process.")
 
     def __post_init__(self):
         for name in ("tokenizer_name", "output_dir"):

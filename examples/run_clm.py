@@ -11,7 +11,7 @@ precedence. Start it with `accelerate launch` to use several devices.
 
 import logging
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import scripting
 from datasets import Dataset
@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+from transformers.hf_argparser import HfArg
 
 from tost_hf import ToSTTrainer, ToSTTrainingArguments
 from tost_hf.training.callbacks import TrainingFilesCallback
@@ -42,11 +43,9 @@ DEFAULT_BLOCK_SIZE = 1024
 class ModelArguments(scripting.ModelArguments):
     """Which model, configuration and tokenizer."""
 
-    model_type: str = field(default="tost", metadata={"help": "The type of model to train from scratch with default sizes."})
-    tokenizer_name: str | None = field(
-        default=None, metadata={"help": "The tokenizer, a folder or a Hub id. Default: the model's."}
-    )
-    use_fast_tokenizer: bool = field(default=True, metadata={"help": "Whether to prefer a fast tokenizer."})
+    model_type: str = HfArg(default="tost", help="The type of model to train from scratch with default sizes.")
+    tokenizer_name: str | None = HfArg(default=None, help="The tokenizer, a folder or a Hub id. Default: the model's.")
+    use_fast_tokenizer: bool = HfArg(default=True, help="Whether to prefer a fast tokenizer.")
 
     def __post_init__(self):
         if self.config_overrides is not None and self.model_name_or_path is not None:

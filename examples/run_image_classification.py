@@ -16,7 +16,7 @@ import io
 import logging
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import datasets
 import scripting
@@ -42,6 +42,7 @@ from transformers import (
     ViTImageProcessorPil,
     set_seed,
 )
+from transformers.hf_argparser import HfArg
 
 from tost_hf.image_processing import CROPS, convert_image, make_image_processor
 from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed
@@ -58,15 +59,14 @@ EVALUATION_SPLITS = ("validation", "valid", "val", "dev", "test")
 class ModelArguments(scripting.ModelArguments):
     """Which model or configuration."""
 
-    model_type: str = field(
-        default="tost_vision", metadata={"help": "The type of model to train from scratch with default sizes."}
+    model_type: str = HfArg(default="tost_vision", help="The type of model to train from scratch with default sizes.")
+    image_size: int | None = HfArg(
+        default=None, help="Side of the images in training and evaluation. Default: the configuration's."
     )
-    image_size: int | None = field(
-        default=None, metadata={"help": "Side of the images in training and evaluation. Default: the configuration's."}
-    )
-    crop: str = field(
+    crop: str = HfArg(
         default="center",
-        metadata={"help": "How evaluation resizes images: cropped to the center, or squashed.", "choices": list(CROPS)},
+        help="How evaluation resizes images: cropped to the center, or squashed.",
+        metadata={"choices": list(CROPS)},
     )
 
     def __post_init__(self):
@@ -78,25 +78,22 @@ class ModelArguments(scripting.ModelArguments):
 class DataTrainingArguments:
     """Which images, and their labels."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "The dataset, a Hub id or a folder."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "The configuration of the dataset."})
-    train_dir: str | None = field(default=None, metadata={"help": "A folder with one folder of training images per class."})
-    validation_dir: str | None = field(
-        default=None, metadata={"help": "A folder with one folder of validation images per class."}
+    dataset_name: str | None = HfArg(default=None, help="The dataset, a Hub id or a folder.")
+    dataset_config_name: str | None = HfArg(default=None, help="The configuration of the dataset.")
+    train_dir: str | None = HfArg(default=None, help="A folder with one folder of training images per class.")
+    validation_dir: str | None = HfArg(default=None, help="A folder with one folder of validation images per class.")
+    train_file: str | None = HfArg(default=None, help="A parquet file of training images.")
+    validation_file: str | None = HfArg(default=None, help="A parquet file of validation images.")
+    image_column_name: str | None = HfArg(default=None, help="The column of images. Default: the only one.")
+    label_column_name: str | None = HfArg(default=None, help="The column of labels. Default: the only one.")
+    class_names: str | None = HfArg(
+        default=None, help="The names of the labels 0, 1, ..., separated by commas, if the data has numbers only."
     )
-    train_file: str | None = field(default=None, metadata={"help": "A parquet file of training images."})
-    validation_file: str | None = field(default=None, metadata={"help": "A parquet file of validation images."})
-    image_column_name: str | None = field(default=None, metadata={"help": "The column of images. Default: the only one."})
-    label_column_name: str | None = field(default=None, metadata={"help": "The column of labels. Default: the only one."})
-    class_names: str | None = field(
-        default=None,
-        metadata={"help": "The names of the labels 0, 1, ..., separated by commas, if the data has numbers only."},
+    train_val_split: float = HfArg(
+        default=0.15, help="The fraction of training images to hold out if there are no validation images."
     )
-    train_val_split: float = field(
-        default=0.15, metadata={"help": "The fraction of training images to hold out if there are no validation images."}
-    )
-    max_train_samples: int | None = field(default=None, metadata={"help": "The maximum number of training images."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "The maximum number of validation images."})
+    max_train_samples: int | None = HfArg(default=None, help="The maximum number of training images.")
+    max_eval_samples: int | None = HfArg(default=None, help="The maximum number of validation images.")
 
     def __post_init__(self):
         if not any((self.dataset_name, self.train_dir, self.validation_dir, self.train_file, self.validation_file)):

@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +22,7 @@ from datasets import load_dataset
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, Trainer, TrainerState, TrainingArguments
+from transformers.hf_argparser import HfArg
 
 from tost_hf import ToSTConfig, ToSTVisionConfig
 from tost_hf.files import RUN_ARGUMENTS, TRAINER_STATE, staged_file
@@ -45,12 +46,10 @@ LOADERS = {"txt": "text", "json": "json", "jsonl": "json", "csv": "csv", "parque
 class HubArguments:
     """Access to models and datasets of the Hub."""
 
-    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads are stored."})
-    model_revision: str = field(default="main", metadata={"help": "The branch, tag or commit of the model to use."})
-    token: str | None = field(default=None, metadata={"help": "The Hub token. Default: that of `hf auth login`."})
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Whether to run the code of a Hub repository. Read it first."}
-    )
+    cache_dir: str | None = HfArg(default=None, help="Where downloads are stored.")
+    model_revision: str = HfArg(default="main", help="The branch, tag or commit of the model to use.")
+    token: str | None = HfArg(default=None, help="The Hub token. Default: that of `hf auth login`.")
+    trust_remote_code: bool = HfArg(default=False, help="Whether to run the code of a Hub repository. Read it first.")
 
     @property
     def hub_options(self) -> dict:
@@ -67,29 +66,21 @@ class HubArguments:
 class ModelArguments(HubArguments):
     """Which model to fine-tune, or which configuration to train from scratch."""
 
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "The model to fine-tune. Default: train one from scratch."}
-    )
-    config_name: str | None = field(
+    model_name_or_path: str | None = HfArg(default=None, help="The model to fine-tune. Default: train one from scratch.")
+    config_name: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "The configuration to train from scratch, a folder or a Hub id, or a preset: "
-            f"{', '.join((*PRESETS, *VISION_PRESETS))}."
-        },
+        help="The configuration to train from scratch, a folder or a Hub id, or a preset: "
+        f"{', '.join((*PRESETS, *VISION_PRESETS))}.",
     )
-    config_overrides: str | None = field(
+    config_overrides: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Changes to the configuration, such as n_layer=4,hidden_size=128,max_position_embeddings=null or "
-            "num_hidden_layers=6,patch_size=4,drop_path_rate=0.1."
-        },
+        help="Changes to the configuration, such as n_layer=4,hidden_size=128,max_position_embeddings=null or "
+        "num_hidden_layers=6,patch_size=4,drop_path_rate=0.1.",
     )
-    dtype: str | None = field(
+    dtype: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "The dtype of the weights; mixed precision is chosen with --bf16 instead.",
-            "choices": ["auto", "bfloat16", "float16", "float32"],
-        },
+        help="The dtype of the weights; mixed precision is chosen with --bf16 instead.",
+        metadata={"choices": ["auto", "bfloat16", "float16", "float32"]},
     )
 
     @property

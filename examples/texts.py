@@ -7,7 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,6 +16,7 @@ from datasets import Dataset, Features, List, Value, load_from_disk
 from scripting import COMPRESSION_EXTENSIONS, LOADERS, check_limits, file_extension, read_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.hf_argparser import HfArg
 
 from tost_hf.training.streams import PackedStream, select_texts
 
@@ -29,31 +30,22 @@ TEXT_FORMATS = f"{', '.join(LOADERS)}, also compressed: {', '.join(COMPRESSION_E
 class TextArguments:
     """Which text, and how it is tokenized."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "The dataset, a Hub id or a folder."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "The configuration of the dataset."})
-    train_file: list[str] | None = field(
+    dataset_name: str | None = HfArg(default=None, help="The dataset, a Hub id or a folder.")
+    dataset_config_name: str | None = HfArg(default=None, help="The configuration of the dataset.")
+    train_file: list[str] | None = HfArg(
         default=None,
-        metadata={
-            "help": f"The training text: files of one kind ({TEXT_FORMATS}), patterns such as 'data/*.jsonl.gz', folders of "
-            "them, or a folder that prepare_tokens.py wrote."
-        },
+        help=f"The training text: files of one kind ({TEXT_FORMATS}), patterns such as 'data/*.jsonl.gz', folders of "
+        "them, or a folder that prepare_tokens.py wrote.",
     )
-    text_column: str | None = field(
-        default=None, metadata={"help": "The column with the text. Default: 'text', or the only column."}
-    )
-    block_size: int | None = field(
-        default=None, metadata={"help": "Tokens of one block. Default: the model's maximum, up to 1,024."}
-    )
-    add_eos_token: bool | None = field(
+    text_column: str | None = HfArg(default=None, help="The column with the text. Default: 'text', or the only column.")
+    block_size: int | None = HfArg(default=None, help="Tokens of one block. Default: the model's maximum, up to 1,024.")
+    add_eos_token: bool | None = HfArg(
         default=None,
-        metadata={
-            "help": "Whether to end each example with the tokenizer's eos token. Default: yes, as an example is a document, "
-            "but not for txt, where it is a line; there, write the eos token's text between documents yourself.",
-            "nargs": "?",
-            "const": True,
-        },
+        help="Whether to end each example with the tokenizer's eos token. Default: yes, as an example is a document, "
+        "but not for txt, where it is a line; there, write the eos token's text between documents yourself.",
+        metadata={"nargs": "?", "const": True},
     )
-    keep_linebreaks: bool = field(default=True, metadata={"help": "Whether to keep the line breaks of txt files."})
+    keep_linebreaks: bool = HfArg(default=True, help="Whether to keep the line breaks of txt files.")
 
     def __post_init__(self):
         self.train_file = expand_files(self.train_file)
@@ -63,19 +55,18 @@ class TextArguments:
 class DataTrainingArguments(TextArguments):
     """Which text, and how it is packed into blocks."""
 
-    validation_file: list[str] | None = field(default=None, metadata={"help": "The validation text, of the same kinds."})
-    validation_split_percentage: int = field(
-        default=5, metadata={"help": "The percentage of training examples to hold out if there is no validation text."}
+    validation_file: list[str] | None = HfArg(default=None, help="The validation text, of the same kinds.")
+    validation_split_percentage: int = HfArg(
+        default=5, help="The percentage of training examples to hold out if there is no validation text."
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "The maximum number of training blocks."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "The maximum number of validation blocks."})
-    streaming: bool = field(default=False, metadata={"help": "Read the data while training, without preparing all of it."})
-    shuffle_buffer: int = field(
-        default=1_000,
-        metadata={"help": "Blocks of a stream that are shuffled at a time; 0: no shuffling of blocks and files."},
+    max_train_samples: int | None = HfArg(default=None, help="The maximum number of training blocks.")
+    max_eval_samples: int | None = HfArg(default=None, help="The maximum number of validation blocks.")
+    streaming: bool = HfArg(default=False, help="Read the data while training, without preparing all of it.")
+    shuffle_buffer: int = HfArg(
+        default=1_000, help="Blocks of a stream that are shuffled at a time; 0: no shuffling of blocks and files."
     )
-    overwrite_cache: bool = field(default=False, metadata={"help": "Tokenize again even if the result is cached."})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
+    overwrite_cache: bool = HfArg(default=False, help="Tokenize again even if the result is cached.")
+    preprocessing_num_workers: int | None = HfArg(default=None, help="Processes that tokenize.")
 
     def __post_init__(self):
         if self.dataset_name is None and self.train_file is None and self.validation_file is None:

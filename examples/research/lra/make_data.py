@@ -13,7 +13,7 @@ available from its authors; `run_lra.py` reads their files.
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from multiprocessing import Pool
@@ -30,6 +30,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 import listops
 import pathfinder
 from scripting import parse_args, read_dataset, run
+from transformers.hf_argparser import HfArg
 
 from tost_hf.files import staged_file
 
@@ -43,12 +44,12 @@ PAIR_EXAMPLES = {"train": 20_000, "validation": 2_000, "test": 2_000}
 class MakeArguments:
     """The output folder, the numbers of examples, and the seed."""
 
-    output_dir: str = field(metadata={"help": "The folder for train.parquet, validation.parquet and test.parquet."})
-    train_examples: int | None = field(default=None, metadata={"help": "Default: as many as published."})
-    validation_examples: int | None = field(default=None, metadata={"help": "Default: as many as published."})
-    test_examples: int | None = field(default=None, metadata={"help": "Default: as many as published."})
-    seed: int = field(default=0, metadata={"help": "The same seed gives the same examples."})
-    num_proc: int = field(default=1, metadata={"help": "Processes that draw images; does not change the examples."})
+    output_dir: str = HfArg(help="The folder for train.parquet, validation.parquet and test.parquet.")
+    train_examples: int | None = HfArg(default=None, help="Default: as many as published.")
+    validation_examples: int | None = HfArg(default=None, help="Default: as many as published.")
+    test_examples: int | None = HfArg(default=None, help="Default: as many as published.")
+    seed: int = HfArg(default=0, help="The same seed gives the same examples.")
+    num_proc: int = HfArg(default=1, help="Processes that draw images; does not change the examples.")
 
     def counts(self, published: dict[str, int]) -> dict[str, int]:
         """The number of examples of each split."""
@@ -60,10 +61,8 @@ class MakeArguments:
 class PairRules:
     """The data sets that pairs are made from, and the size of the excerpts."""
 
-    texts: list[str] = field(
-        metadata={"help": "Two or more data sets, folders or Hub ids, with a column text and training and test data."}
-    )
-    excerpt: int = field(default=4_000, metadata={"help": "Characters of an excerpt."})
+    texts: list[str] = HfArg(help="Two or more data sets, folders or Hub ids, with a column text and training and test data.")
+    excerpt: int = HfArg(default=4_000, help="Characters of an excerpt.")
 
 
 def write_split(folder: Path, split: str, features: Features, examples: Iterable[dict], count: int) -> None:

@@ -15,10 +15,11 @@ command resumes it.
 import logging
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import EvalPrediction, Trainer, TrainerCallback, set_seed
+from transformers.hf_argparser import HfArg
 
 
 sys.path.append(str(Path(__file__).parents[2]))
@@ -53,13 +54,11 @@ class ModelArguments:
 
     model_name_or_path = None  # all are trained from scratch
 
-    attention: str = field(default="tost", metadata={"help": "The attention of the trunk.", "choices": list(ATTENTION)})
-    config_overrides: str | None = field(
+    attention: str = HfArg(default="tost", help="The attention of the trunk.", metadata={"choices": list(ATTENTION)})
+    config_overrides: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Changes to the task's configuration (LRA_PRESETS), such as hidden_size=64,mlp_type=ista. "
-            "Decay and the convolution are for causal models: is_causal=true,forgetting=token,conv_kernel=4."
-        },
+        help="Changes to the task's configuration (LRA_PRESETS), such as hidden_size=64,mlp_type=ista. "
+        "Decay and the convolution are for causal models: is_causal=true,forgetting=token,conv_kernel=4.",
     )
 
 
@@ -67,24 +66,18 @@ class ModelArguments:
 class DataArguments:
     """The data set, and limits of its size."""
 
-    dataset_name: str = field(
-        metadata={
-            "help": "A folder or a Hub id with training and test data: Source and Target, text and label, image and label, or "
-            "label, text1 and text2 (also a folder of AAN's own .tsv files)."
-        }
+    dataset_name: str = HfArg(
+        help="A folder or a Hub id with training and test data: Source and Target, text and label, image and label, or "
+        "label, text1 and text2 (also a folder of AAN's own .tsv files)."
     )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "The configuration of the data set."})
-    cache_dir: str | None = field(default=None, metadata={"help": "Where prepared data is stored."})
-    max_length: int | None = field(
+    dataset_config_name: str | None = HfArg(default=None, help="The configuration of the data set.")
+    cache_dir: str | None = HfArg(default=None, help="Where prepared data is stored.")
+    max_length: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Tokens to which a sequence is truncated; pixels to which an image is resized. Default: the paper's."
-        },
+        help="Tokens to which a sequence is truncated; pixels to which an image is resized. Default: the paper's.",
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "The maximum number of training examples."})
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "The maximum number of validation and test examples."}
-    )
+    max_train_samples: int | None = HfArg(default=None, help="The maximum number of training examples.")
+    max_eval_samples: int | None = HfArg(default=None, help="The maximum number of validation and test examples.")
 
     def __post_init__(self):
         check_limits(self)
@@ -96,18 +89,12 @@ class DataArguments:
 class LRATrainingArguments(ToSTTrainingArguments):
     """Adds the task; by default a run has fifty evaluations and checkpoints."""
 
-    task: str = field(default="listops", metadata={"help": "The task.", "choices": list(TASKS)})
-    eval_strategy: str = field(default="steps", metadata={"help": "When to evaluate: no, steps or epoch."})
-    eval_steps: float = field(
-        default=0.02, metadata={"help": "Steps between evaluations, or a fraction of the run if below 1."}
-    )
-    save_steps: float = field(
-        default=0.02, metadata={"help": "Steps between checkpoints, or a fraction of the run if below 1."}
-    )
-    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints to keep."})
-    logging_steps: float = field(
-        default=0.002, metadata={"help": "Steps between losses in the log, or a fraction of the run."}
-    )
+    task: str = HfArg(default="listops", help="The task.", metadata={"choices": list(TASKS)})
+    eval_strategy: str = HfArg(default="steps", help="When to evaluate: no, steps or epoch.")
+    eval_steps: float = HfArg(default=0.02, help="Steps between evaluations, or a fraction of the run if below 1.")
+    save_steps: float = HfArg(default=0.02, help="Steps between checkpoints, or a fraction of the run if below 1.")
+    save_total_limit: int | None = HfArg(default=2, help="Checkpoints to keep.")
+    logging_steps: float = HfArg(default=0.002, help="Steps between losses in the log, or a fraction of the run.")
 
 
 class LRATrainer(ToSTTrainer):
