@@ -114,7 +114,7 @@ def follow_path(picture: np.ndarray, marked_picture: np.ndarray, rules: pathfind
 
 def test_pathfinder_scenes():
     """Following the path in the picture confirms each scene's dashes and label; the classes are balanced."""
-    count, rules, num_correct, labels = 60, pathfinder.PathfinderRules(), 0, []
+    count, rules, num_correct, labels = 30, pathfinder.PathfinderRules(), 0, []
     for index in range(count):
         scene = pathfinder.make_scene(np.random.default_rng((7, index)), rules)
         pictures = [pathfinder.draw(scene, rules, scale=SCALE, marked=marked) for marked in (False, True)]

@@ -18,8 +18,6 @@ ROOT = Path(__file__).parents[1]
 TRAINED = ROOT / "model_cards/trained"
 BOOKS, PHOTOS = TRAINED / "tost-books-3m", TRAINED / "tost-cifar10-3m"
 ALICE_LOSS = 4.2872  # nats per token
-# label and probability that the model predicts, right or wrong: cat is its worst class, rocket none of its classes
-PREDICTIONS = {"cat": ("frog", 0.441), "rocket": ("ship", 0.276)}
 
 
 def read_evaluation(folder: Path) -> dict[str, float]:
@@ -57,16 +55,6 @@ def test_language_model_generates_and_has_the_recorded_loss():
     assert abs(loss - test_loss) < 0.5 and test_loss < results["Baseline: loss of bigrams, nats per token"]
 
 
-@pytest.mark.parametrize("name", PREDICTIONS)
-def test_classifier_has_the_recorded_predictions(name):
-    model, processor = AutoModelForImageClassification.from_pretrained(PHOTOS, dtype=torch.float32), load_processor(PHOTOS)
-    with Image.open(ROOT / f"examples/photos/{name}.jpg") as image, torch.no_grad():
-        probabilities = model(**processor(image, return_tensors="pt")).logits[0].softmax(-1)
-    label, probability = PREDICTIONS[name]
-    assert model.config.id2label[int(probabilities.argmax())] == label
-    assert float(probabilities.max()) == pytest.approx(probability, abs=0.01)
-
-
 def test_three_best_classes_of_the_readme():
     model, processor = AutoModelForImageClassification.from_pretrained(PHOTOS, dtype=torch.float32), load_processor(PHOTOS)
     table = (TRAINED / "README.md").read_text().partition("| photograph | three best classes |")[2].partition("\n\n")[0]
@@ -77,9 +65,6 @@ def test_three_best_classes_of_the_readme():
             values, labels = model(**processor(image, return_tensors="pt")).logits[0].softmax(-1).topk(3)
         assert [model.config.id2label[label] for label in labels.tolist()] == expected[::2]
         assert values.tolist() == pytest.approx([int(percent) / 100 for percent in expected[1::2]], abs=0.01)
-
-
-def test_classifier_beats_the_most_frequent_class():
     results = read_evaluation(PHOTOS)
     assert results["Accuracy (top-1)"] > 8 * results["Baseline: accuracy of the most frequent class"]
 
@@ -89,4 +74,4 @@ def test_example_of_the_readme(monkeypatch, capsys):
     [block] = re.findall(r"```python\n(.*?)```", (TRAINED / "README.md").read_text(), re.DOTALL)
     exec(compile(block, "README.md", "exec"), {})
     text, label = capsys.readouterr().out.strip().rsplit("\n", 1)
-    assert text.startswith("It was a dark night, and") and label == PREDICTIONS["cat"][0]
+    assert text.startswith("It was a dark night, and") and label == "frog"  # cat is its worst class
