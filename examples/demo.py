@@ -5,7 +5,7 @@
 
 The training text is the source of the running interpreter's standard library. `run_clm.py` trains the model of
 `model_cards/trained`, which has read books, on it. The saved model is loaded with transformers' Auto classes and continues a
-prompt, as does the model of books. `--from_scratch` starts from random weights instead, with the same tokenizer.
+prompt, as does the model of books.
 """
 
 import argparse
@@ -52,14 +52,11 @@ def run_clm(**arguments) -> None:
     subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
 
 
-def train(files: tuple[Path, Path], output_dir: str, steps: int, from_scratch: bool) -> None:
+def train(files: tuple[Path, Path], output_dir: str, steps: int) -> None:
     """Trains the model and evaluates it before the first step and after the last."""
-    if from_scratch:
-        model = {"config_name": PRETRAINED, "tokenizer_name": PRETRAINED}
-    else:
-        model = {"model_name_or_path": PRETRAINED, "dtype": "float32"}
     run_clm(
-        **model,
+        model_name_or_path=PRETRAINED,
+        dtype="float32",
         train_file=files[0],
         validation_file=files[1],
         block_size=256,
@@ -101,13 +98,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="tost-demo", help="the folder of the trained model; replaced if it exists")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps of 2,048 tokens (default: {STEPS})")
-    parser.add_argument("--from_scratch", action="store_true", help="start from random weights")
     args = parser.parse_args()
     start = time.perf_counter()
     if (Path(args.output_dir) / "config.json").is_file():
         shutil.rmtree(args.output_dir)  # of an earlier demo
     with tempfile.TemporaryDirectory() as scratch:
-        train(write_dataset(Path(scratch)), args.output_dir, args.steps, args.from_scratch)
+        train(write_dataset(Path(scratch)), args.output_dir, args.steps)
     show_results(args.output_dir)
     print(f"\nThe whole demo took {time.perf_counter() - start:.0f} s. The model is in {args.output_dir}.")
 

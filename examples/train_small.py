@@ -106,28 +106,40 @@ def train(dataset_name: str, output_dir: str, model: str, size: Size) -> None:
             "tokenizer_name": scratch,
             "dataset_name": dataset_name,
             "block_size": size.block_size,
-            "max_steps": size.steps,
             "warmup_steps": min(2000, size.steps // 10),
             "lr_scheduler_type": "cosine_with_min_lr",
             "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}',
-            "bf16": is_torch_bf16_gpu_available(),
             "max_eval_samples": 100,
             "learning_rate": size.learning_rate,
             "per_device_train_batch_size": size.batch,
-            "logging_steps": max(1, size.steps // 50),
-            "eval_strategy": "steps",
-            "eval_steps": max(1, size.steps // 10),
-            "save_steps": max(1, size.steps // 10),
-            "save_total_limit": 1,
-            "output_dir": output_dir,
-            "report_to": "none",
         }
-        run_clm.main(["--do_train", "--do_eval", *command_line(options)])
+        run_clm.main(command_line(options, size.steps, output_dir))
 
 
-def command_line(options: dict[str, object]) -> list[str]:
-    """Options and their values in the form of a command line."""
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+def command_line(options: dict[str, object], steps: int, output_dir: str) -> list[str]:
+    """Options in the form of a command line, with those of both scripts: ten evaluations and checkpoints."""
+    options = options | {
+        "max_steps": steps,
+        "logging_steps": max(1, steps // 50),
+        "eval_strategy": "steps",
+        "eval_steps": max(1, steps // 10),
+        "save_steps": max(1, steps // 10),
+        "save_total_limit": 1,
+        "bf16": is_torch_bf16_gpu_available(),
+        "output_dir": output_dir,
+        "report_to": "none",
+    }
+    return ["--do_train", "--do_eval", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+
+
+def make_parser(description: str | None, output_dir: str, sizes: dict) -> argparse.ArgumentParser:
+    """A parser with the arguments of both scripts."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", default=output_dir, help="the folder of the trained model")
+    parser.add_argument("--hub_dir", help="a folder to copy the files to that publishing would upload")
+    parser.add_argument("--size", choices=sizes, default="gpu" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, help="optimizer steps; default: those of the size")
+    return parser
 
 
 def store_as_bfloat16(auto_class, folder: str | os.PathLike) -> None:
@@ -216,13 +228,9 @@ def copy_published_files(folder: str, hub_dir: str | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "tost-books-3m", SIZES)
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
-    parser.add_argument("--output_dir", default="tost-books-3m", help="the folder of the trained model")
-    parser.add_argument("--hub_dir", help="a folder to copy the files to that publishing would upload")
     parser.add_argument("--model", choices=MODELS, default="hybrid", help="hybrid and published are ToST models")
-    parser.add_argument("--size", choices=SIZES, default="gpu" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, help="optimizer steps; default: those of the size")
     parser.add_argument("--learning_rate", type=float, help="the peak; default: that of the size")
     args = parser.parse_args(arguments)
     size = SIZES[args.size]

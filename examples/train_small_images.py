@@ -29,9 +29,8 @@ from evaluation import Measurement, Source, make_results, print_results, write_r
 from matplotlib.figure import Figure
 from scripting import recorded_command
 from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix
-from train_small import command_line, copy_published_files, finish_card, store_as_bfloat16
+from train_small import command_line, copy_published_files, finish_card, make_parser, store_as_bfloat16
 from transformers import AutoModelForImageClassification, TrainerState, ViTImageProcessorPil
-from transformers.utils import is_torch_bf16_gpu_available
 
 from tost_hf.files import EVALUATION, TRAINER_STATE
 from tost_hf.hub.cards import make_markdown_table
@@ -93,27 +92,18 @@ def make_arguments(args: argparse.Namespace) -> list[str]:
         "per_device_train_batch_size": size.batch,
         "dataloader_num_workers": min(size.workers, os.cpu_count() or 1),
         "learning_rate": size.learning_rate,
-        "max_steps": steps,
         "warmup_steps": steps // 10,
         "lr_scheduler_type": "cosine",
         "adam_beta2": 0.98,
         "weight_decay": 0.05,
         "max_grad_norm": 0,
         "label_smoothing_factor": 0.1,
-        "bf16": is_torch_bf16_gpu_available(),
         # for few epochs: neither the recipe's strong augmentation nor EMA weights
         "crop_padding": size.crop_padding,
         "min_crop_scale": 0.5,
-        "logging_steps": max(1, steps // 50),
-        "eval_strategy": "steps",
-        "eval_steps": max(1, steps // 10),
-        "save_steps": max(1, steps // 10),
-        "save_total_limit": 1,
         "seed": args.seed,
-        "output_dir": args.output_dir,
-        "report_to": "none",
     }
-    return ["--do_train", "--do_eval", *command_line(options)]
+    return command_line(options, steps, args.output_dir)
 
 
 def evaluate(images: str, folder: str, splits: dict) -> torch.Tensor:
@@ -174,15 +164,11 @@ def class_section(matrix: torch.Tensor, names: list[str]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "tost-images", SIZES)
     parser.add_argument("--images", required=True, metavar="IMAGE_FOLDER", help="a folder of images, or a dataset's Hub id")
-    parser.add_argument("--output_dir", default="tost-images", help="the folder of the trained model")
-    parser.add_argument("--hub_dir", help="a folder to copy the files to that publishing would upload")
     parser.add_argument("--trunk", choices=ATTENTION_TYPES, default="tssa", help="the attention over the patches")
-    parser.add_argument("--size", choices=SIZES, default="gpu" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--image_size", type=int, help="pixels; default: that of the size")
     parser.add_argument("--patch_size", type=int, help="pixels; default: that of the size")
-    parser.add_argument("--steps", type=int, help="optimizer steps; default: those of the size")
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args(arguments)
     script.main(make_arguments(args))

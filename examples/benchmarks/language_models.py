@@ -72,9 +72,7 @@ def make_language_model(
             n_head=width // head_dim,
             n_inner=inner,
             n_positions=context,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
             **NO_SPECIAL_TOKENS,
         )
         model = GPT2LMHeadModel(config)

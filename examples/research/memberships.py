@@ -20,13 +20,14 @@ from pathlib import Path
 import sklearn.datasets
 import torch
 from matplotlib.figure import Figure
+from observations import mutual_information
 from PIL import Image
 from registry import benchmark
 from training import Results
 from transformers import AutoModelForImageClassification, PreTrainedModel, ViTImageProcessorPil, set_seed
 
 from tost_hf import ToSTForImageClassification
-from tost_hf.interpret import membership_clusters_score, membership_maps, trace_model
+from tost_hf.interpret import membership_maps, trace_model
 from tost_hf.interpret.quantities import cluster_patches
 
 
@@ -69,10 +70,7 @@ def explained_variance(maps: torch.Tensor, clusters: torch.Tensor) -> torch.Tens
 
 def measure(model: PreTrainedModel, pixels: torch.Tensor) -> tuple[dict[str, float], torch.Tensor]:
     """The metrics by layer and head, means over photographs, and the explained variance (L, H)."""
-    metrics = {}
-    for name, values in membership_clusters_score(model, pixels)._asdict().items():
-        name = {"score": "own", "other_image": "another photograph's"}.get(name, name)
-        metrics |= {f"mutual information, {name}, layer {i}": x for i, x in enumerate(values.mean(0).tolist(), 1)}
+    metrics = mutual_information(model, pixels, "photograph")
     trace = trace_model(model, pixel_values=pixels)
     assert trace.grid is not None  # every image has a grid
     clusters = cluster_patches(pixels, trace.grid, trace.memberships.shape[2])

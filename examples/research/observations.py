@@ -39,7 +39,6 @@ images and text by `tost_hf.interpret`:
 """
 CONTEXT = 256  # tokens of an example
 LAYERS, TEXT_BATCH, TEXT_LEARNING_RATE = 4, 8, 1e-2
-STATES = ("untrained", "trained")
 
 
 def compression_by_layer(trace: ModelTrace) -> dict[str, float]:
@@ -53,14 +52,20 @@ def compression_by_layer(trace: ModelTrace) -> dict[str, float]:
     return metrics
 
 
+def mutual_information(model: PreTrainedModel, pixels: torch.Tensor, kind: str) -> dict[str, float]:
+    """Means over images of a `kind`."""
+    metrics, names = {}, {"score": "own", "other_image": f"another {kind}'s"}
+    for name, values in membership_clusters_score(model, pixels)._asdict().items():
+        layers = enumerate(values.mean(0).tolist(), 1)
+        metrics |= {f"mutual information, {names.get(name, name)}, layer {i}": x for i, x in layers}
+    return metrics
+
+
 def measure(model: PreTrainedModel, **inputs) -> dict[str, float]:
     trace = trace_model(model, **inputs)
     metrics = compression_by_layer(trace)
     if "pixel_values" in inputs:
-        for name, values in membership_clusters_score(model, **inputs)._asdict().items():
-            name = {"score": "own", "other_image": "another image's"}.get(name, name)
-            metrics |= {f"mutual information, {name}, layer {i}": x for i, x in enumerate(values.mean(0).tolist(), 1)}
-        return metrics
+        return metrics | mutual_information(model, inputs["pixel_values"], "image")
     starts, entropy = entropy_by_position(trace)
     for start, by_layer in zip(starts, entropy.T.tolist()):
         distances = {i: 1 - x / math.log(trace.memberships.shape[2]) for i, x in enumerate(by_layer, 1)}
