@@ -21,15 +21,7 @@ from pathlib import Path
 import pyarrow.compute
 import torch
 from datasets import ClassLabel, Dataset, Value
-from evaluation import (
-    EvaluationArguments,
-    Measurement,
-    load_source,
-    make_results,
-    print_results,
-    results_file,
-    write_results,
-)
+from evaluation import EvaluationArguments, Measurement, load_source, make_results, print_results, results_file, write_results
 from run_image_classification import (
     DataTrainingArguments,
     EvaluationImages,

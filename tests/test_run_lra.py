@@ -101,8 +101,7 @@ def test_attention_of_the_baselines(attention):
 
 
 @pytest.mark.parametrize(
-    ("attention", "preset"),
-    [*((kind, "tost-lra-text") for kind in lra_models.ATTENTION), ("tost", "tost-lra-retrieval")],
+    ("attention", "preset"), [*((kind, "tost-lra-text") for kind in lra_models.ATTENTION), ("tost", "tost-lra-retrieval")]
 )
 def test_padding_does_not_change_logits_and_models_load(tmp_path, attention, preset):
     model = make_model(attention, preset)

@@ -124,10 +124,7 @@ def report_training(sides, args, report: Report) -> None:
         seconds = measure(runs, args.repeats, device=args.device, warm_up=1 if args.device == "cpu" else 3)
         for name, step in steps.items():
             times = seconds[name]
-            metrics = {
-                "training images/s": spread(args.batch / s for s in times),
-                "ViT / this": ratio(seconds["ViT"], times),
-            }
+            metrics = {"training images/s": spread(args.batch / s for s in times), "ViT / this": ratio(seconds["ViT"], times)}
             metrics |= profile_percentages(step, args.device)
             metrics["TSSA %"] = ratio(seconds["TSSA"], times) * 100 if name == "ToST" else None
             report.add(make_case(name, side, args.batch, args), metrics)
