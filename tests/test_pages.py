@@ -122,7 +122,10 @@ def run_blocks(name: str) -> dict:
     return namespace
 
 
-@pytest.mark.parametrize("name", ["README.md", *GUIDES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.slow) if x.endswith("export.md") else x for x in ("README.md", *GUIDES)],
+)
 def test_code_runs(name, demo_folders, monkeypatch):
     if name.endswith("export.md"):  # in a subprocess: transformers' exporters leave patched functions behind
         blocks = [block for block in code_blocks(name, "python") if not missing_libraries(block)]
