@@ -114,7 +114,7 @@ def test_prompt_already_in_the_cache_is_rejected(tiny_model, prompt, num_cached)
 
 
 def fill_cache(model, tokens, static=False, record=False):
-    cache = ToSTCache(model.config, static=static)
+    cache = make_cache(model.config, static)
     if record:
         cache.activate_past_recording()
     model(tokens, past_key_values=cache)
@@ -189,7 +189,7 @@ def cache_tensors(cache):
 @pytest.mark.parametrize("static", [False, True])
 def test_decoding_updates_the_cache_in_place(options, static, prompt):
     model = randomize(ToSTForCausalLM(small_config(**options))).eval()
-    reference_cache, updated_cache = (ToSTCache(model.config, static=static) for _ in range(2))
+    reference_cache, updated_cache = (make_cache(model.config, static) for _ in range(2))
     with torch.no_grad():
         for cache in (reference_cache, updated_cache):
             model(prompt, past_key_values=cache)
@@ -223,7 +223,7 @@ def test_shared_tensors_are_not_updated_in_place(tiny_model, prompt):
 
 def test_static_cache_has_no_gradient(tiny_model, prompt):
     """Otherwise a second forward would write into tensors that the first one's backward needs."""
-    cache = ToSTCache(tiny_model.config, static=True)
+    cache = make_cache(tiny_model.config, static=True)
     for _ in range(2):
         loss = tiny_model(prompt, labels=prompt, past_key_values=cache).loss
     loss.backward()

@@ -298,7 +298,7 @@ def test_forget_bias_stays_float32_and_has_no_weight_decay(tmp_path):
 
 def test_decay_requires_the_causal_form():
     with pytest.raises(ValueError, match="causal form"):
-        TokenStatisticsSelfAttention(8, 2, causal=False, forgetting="head")
+        TokenStatisticsSelfAttention(8, 2, causal=False, decay="head")
 
 
 @pytest.mark.parametrize("kernel", [2, 3, 4, 7])
@@ -349,7 +349,7 @@ def test_attention_implementations_agree(model, tokens, implementation):
     torch.testing.assert_close(compute_logits(), expected, rtol=1e-4, atol=1e-4)
     if implementation == "eager":
         attentions = model(tokens, output_attentions=True).attentions
-        assert len(attentions) == sum(layer.attends for layer in model.model.layers)
+        assert len(attentions) == sum(layer.is_softmax_attention for layer in model.model.layers)
         for weights in attentions:
             assert weights.shape == (2, 4, 23, 23) and (weights.triu(1) == 0).all()
             torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 23))

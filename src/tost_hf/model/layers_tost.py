@@ -370,11 +370,4 @@ class TokenStatisticsSelfAttention(nn.Module):
         return TSSAOutput(output.unsqueeze(1), membership.unsqueeze(-1), state)
 
 
-@dataclass
-class MembershipsMixin:
-    """The field `memberships` of model outputs: Pi of every TSSA layer, each (B, H, T), with `output_memberships=True`."""
-
-    memberships: tuple[torch.FloatTensor, ...] | None = None
-
-
 __all__ = ["ISTAStep", "MembershipsMixin", "ShortConvolution", "TokenStatisticsSelfAttention"]
