@@ -34,12 +34,10 @@ CASES += [f"{head}, ToSTVisionTrainer" for head in IMAGE_HEADS]
 
 
 def make_labels(labels: str, generator: torch.Generator) -> list:
+    values = torch.randn(BATCH, NUM_LABELS, generator=generator)
     if labels == "class":
-        return torch.randint(NUM_LABELS, (BATCH,), generator=generator).tolist()
-    values = torch.randn(BATCH, PROBLEM_TYPES[labels][1], generator=generator)
-    if labels == "classes":
-        return (values > 0).float().tolist()
-    return (values.squeeze(1) if labels == "number" else values).tolist()
+        return values.argmax(1).tolist()
+    return {"classes": (values > 0).float(), "number": values[:, 0], "numbers": values}[labels].tolist()
 
 
 def make_model(head: str) -> torch.nn.Module:

@@ -185,21 +185,13 @@ def test_dropout_aliases(model_type, tmp_path):
     assert type(config).from_pretrained(tmp_path, embd_pdrop=0.5).embedding_dropout == 0.5
 
 
-def test_default_layer_types_follow_num_hidden_layers():
-    config = ToSTConfig(layer_types=[TSSA] * 12)
-    config.num_hidden_layers = 3
-    assert config.layer_types == [TSSA] * 3 and "layer_types" not in config.to_dict()
-
-
-def test_default_key_value_heads_follow_num_attention_heads(tmp_path):
-    """The attribute is always a number, as vLLM expects, but the default is not written to the file."""
+def test_computed_fields_are_filled_but_not_saved(tmp_path):
+    """Their values follow from other fields of the file, also from overridden ones."""
     ToSTConfig().save_pretrained(tmp_path)
-    config = ToSTConfig.from_pretrained(tmp_path, num_attention_heads=6)
-    assert config.num_key_value_heads == 6 and "num_key_value_heads" not in config.to_dict()
-    config.num_key_value_heads = 3
-    assert config.to_dict()["num_key_value_heads"] == 3
-    config.num_key_value_heads = None
-    assert config.num_key_value_heads == 6
+    config = ToSTConfig.from_pretrained(tmp_path, num_attention_heads=6, num_hidden_layers=3, is_causal=False)
+    assert (config.num_key_value_heads, config.layer_types, config.pooling, config.use_cache) == (6, [TSSA] * 3, "mean", False)
+    assert not {"num_key_value_heads", "layer_types"} & config.to_dict().keys() and "pooling" not in ToSTConfig().to_dict()
+    assert ToSTConfig(num_key_value_heads=3, pooling="mean").options() == {"num_key_value_heads": 3, "pooling": "mean"}
 
 
 def test_layer_types_of_earlier_versions_load(tmp_path):
