@@ -317,7 +317,7 @@ SEQ_IDX = torch.tensor([[0, 0, 1, 1]])
         (lambda: make_inputs(1, 3, past_key_values=make_cache(num_hidden_layers=2)), ValueError, "2 layers"),
         (lambda: make_inputs(1, 3, past_key_values=make_cache(num_attention_heads=8)), ValueError, "heads"),
         (lambda: make_inputs(1, 3, past_key_values=make_cache(conv_kernel=4)), ValueError, "3 inputs of a convolution"),
-        (lambda: make_inputs(1, 3, past_key_values=make_cache(layer_types=HYBRID_TYPES)), ValueError, "its layers are"),
+        (lambda: make_inputs(1, 3, past_key_values=make_cache(layer_types=HYBRID_TYPES)), ValueError, "layers are"),
         (lambda: make_inputs(2, 3, past_key_values=make_cache()), ValueError, "holds 1 sequences"),
         (lambda: make_next_inputs(3, attention_mask=torch.ones(1, 3)), ValueError, "covers the cached tokens"),
         (lambda: make_next_inputs(4, position_ids=[[0, 1, 0, 1]]), ValueError, "cannot be combined with a cache"),

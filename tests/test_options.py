@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import randomize, small_config
+from conftest import make_cache, randomize, small_config
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_compile import make_counting_backend
@@ -131,14 +131,12 @@ def test_chunked_prefill_and_decoding_equal_the_full_forward(model, tokens):
         lambda: StaticCache(model.config, max_cache_len=30),
         lambda: ToSTCache(model.config),
     ]
-    if set(model.config.layer_types) == {TSSA}:
-        caches.append(lambda: ToSTCache(model.config, static=True))
     for padding in ([], padding_positions(model)):
         mask = torch.ones_like(tokens)
         mask[1, padding] = 0
         expected = model(tokens, attention_mask=mask, use_cache=False).logits
-        for make_cache in caches:
-            cache, end, logits = make_cache(), 0, []
+        for make_empty_cache in caches:
+            cache, end, logits = make_empty_cache(), 0, []
             for size in (1, 1, 5, 2, 7, 1, 1, 5):
                 end += size
                 mask_inputs = {"attention_mask": mask[:, :end]} if padding else {}
@@ -159,7 +157,7 @@ def test_rollback_and_batch_operations(model, tokens, num_removed, num_chunks, s
     rejected_tokens, next_tokens = torch.randint(2, 97, (2, num_removed)), torch.randint(2, 97, (2, 6))
     mask = torch.ones(2, 29, dtype=torch.long)
     mask[1, padding_positions(model)] = 0
-    cache = ToSTCache(model.config, static=static)
+    cache = make_cache(model.config, static)
     cache.activate_past_recording()
     assert cache.is_croppable
     model(tokens, attention_mask=mask[:, :23], past_key_values=cache)
@@ -344,7 +342,7 @@ def test_attention_implementations_agree(model, tokens, implementation):
     expected = compute_logits()
     assert model(tokens).attentions is None
     model.set_attn_implementation(implementation)
-    assert all(layer.self_attn.config._attn_implementation == implementation for layer in model.model.layers if layer.attends)
+    assert all(layer.self_attn.config._attn_implementation == implementation for layer in model.model.layers if layer.is_softmax_attention)
     torch.testing.assert_close(compute_logits(), expected, rtol=1e-4, atol=1e-4)
     if implementation == "eager":
         attentions = model(tokens, output_attentions=True).attentions
@@ -363,8 +361,6 @@ def test_ambiguous_sliding_windows_are_rejected(tokens):
         model(**step, attention_mask=mask)
     with pytest.raises(ValueError, match="covers the cached tokens"):
         model(**step, attention_mask=torch.tensor([[1], [0]]))
-    with pytest.raises(ValueError, match="StaticCache"):
-        ToSTCache(model.config, static=True)
 
 
 def test_rotary_positions_keep_their_precision():

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from tost_hf import tssa
 from tost_hf.model import tssa_reference
-from tost_hf.model.layers_tost import initial_forget_bias
+from tost_hf.model.layers_tost import initial_decay_bias
 
 
 # Benchmarks -----------------------------------------------------------------------------------------------------------
@@ -110,8 +110,8 @@ INPUTS: dict[str, Callable[..., torch.Tensor]] = {  # functions of randn, the sh
     "tokens": lambda randn, shape, dtype: randn(*shape).to(dtype),
     "temp": lambda randn, shape, _: 1 + 0.2 * randn(shape[2]),
     "denom_bias": lambda randn, shape, _: 0.1 * randn(*shape[1:3]),
-    "head_decay": lambda randn, shape, _: F.logsigmoid(initial_forget_bias(shape[2])),  # as in a new model
-    "token_decay": lambda randn, shape, _: F.logsigmoid(initial_forget_bias(shape[2]) + 0.5 * randn(*shape[:3])),
+    "head_decay": lambda randn, shape, _: F.logsigmoid(initial_decay_bias(shape[2])),  # as in a new model
+    "token_decay": lambda randn, shape, _: F.logsigmoid(initial_decay_bias(shape[2]) + 0.5 * randn(*shape[:3])),
 }
 
 

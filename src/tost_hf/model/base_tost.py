@@ -182,14 +182,17 @@ def check_fields(config: PreTrainedConfig) -> None:
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
-ADAPTER_TARGETS = ("in_proj", "out_proj", "q_proj", "k_proj", "v_proj")  # the projections of TSSA and of softmax attention
+ADAPTER_TARGETS = {  # by model type: the projections of TSSA, and those of softmax attention in hybrid models
+    "tost": ["in_proj", "out_proj", "q_proj", "k_proj", "v_proj"],
+    "tost_vision": ["in_proj", "out_proj"],
+}
 
 
 def _register_adapter_targets(model_type: str) -> None:
     """Registers LoRA's default target modules with PEFT, if it is imported and has none for this model type."""
     constants = sys.modules.get("peft.utils.constants")  # PEFT has no function to register them
     if constants is not None:
-        constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, list(ADAPTER_TARGETS))
+        constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, ADAPTER_TARGETS[model_type])
 
 
 class ToSTBaseModel(PreTrainedModel):
