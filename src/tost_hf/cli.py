@@ -23,11 +23,14 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = _make_parser()
     args, unknown_args = parser.parse_known_args(argv)
-    if unknown_args and args.run is not _serve:
+    options = vars(args)
+    run = options.pop("run")
+    if run is _serve:
+        options["serve_args"] = unknown_args
+    elif unknown_args:
         parser.error(f"unrecognized arguments: {' '.join(unknown_args)}")
-    args.serve_args = unknown_args
     try:
-        return args.run(args) or 0
+        return run(**options) or 0
     except (ValueError, OSError, ImportError, SafetensorError, StrictDataclassError) as error:
         print(f"tost-hf: error: {error}", file=sys.stderr)
         return 1
@@ -84,20 +87,17 @@ def _make_parser() -> argparse.ArgumentParser:
     tokens_norm = {"dest": "normalize_patch_tokens", "action": "store_const", "const": False}
     add_argument("--no-normalize-patch-tokens", **tokens_norm, help="trained with tokens_norm=False, unlike released models")
 
-    add_argument = add_command(
-        _card, "write the model card of a folder", "./my-tost --license apache-2.0", "model_cards --presets"
-    )
+    examples = ("./my-tost --license apache-2.0", "model_cards --presets")
+    add_argument = add_command(_card, "write the model card of a folder", *examples)
     add_argument("folder", metavar="FOLDER", help="the model folder; with --presets the folder for the cards")
     add_argument("--presets", action="store_true", help="write the cards of the paper's sizes, which have no weights")
-    add_argument("--license", metavar="ID", help="licence of the weights, such as apache-2.0")
+    add_argument("--license", metavar="ID", help="license of the weights, such as apache-2.0")
     add_argument("--repo-id", metavar="REPO_ID", help="where it will be published, for the loading examples")
     add_argument("--revision", help="the tag or commit that the loading examples pin")
     add_argument("--overwrite", action="store_true", help="replace existing cards, text written by hand included")
 
-    examples = ("./my-tost me/my-tost --card --license apache-2.0", "./my-tost me/my-tost --private --tag v1")
-    add_argument = add_command(
-        _publish, "upload a model folder to the Hub, in one commit", *examples, "--space ./my-page me/my-page"
-    )
+    examples = ("./my-tost me/my-tost --tag v1 --card --license apache-2.0", "--space ./my-page me/my-page")
+    add_argument = add_command(_publish, "upload a model folder to the Hub, in one commit", *examples)
     add_argument("folder", metavar="FOLDER", help="the model folder, which is not changed (except by --card)")
     add_argument("repo_id", metavar="REPO_ID", help="OWNER/NAME; created if it does not exist")
     add_argument("--private", action="store_true", default=None, help="make a newly created repository private")
@@ -107,7 +107,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add_argument("--dry-run", action="store_true", help="check the folder and list what would be sent, without sending it")
     add_argument("--without-code", dest="with_code", action="store_false", help="omit the code for trust_remote_code=True")
     add_argument("--card", action="store_true", help="write a card first (`tost-hf card`) if FOLDER has no README.md")
-    add_argument("--license", metavar="ID", help="licence of the weights, for the card that --card writes")
+    add_argument("--license", metavar="ID", help="license of the weights, for the card that --card writes")
     add_argument("--space", action="store_true", help="FOLDER is a page that `tost-hf space` wrote; publish it as a Space")
 
     examples = ("me/my-tost --revision v1", "./my-tost")
@@ -139,8 +139,8 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _init(args: argparse.Namespace) -> None:
-    """Writes the configuration and randomly initialised float32 weights of a preset.
+def _init(preset: str, output: str, *, overwrite: bool, seed: int, tokenizer: str | None) -> None:
+    """Writes the configuration and randomly initialized float32 weights of a preset.
 
     With a vision model it writes the image processor, with a text model the tokenizer that --tokenizer names.
     """
@@ -156,35 +156,35 @@ def _init(args: argparse.Namespace) -> None:
     from .model.configuration_tost_vision import VISION_PRESETS
 
     presets = [*PRESETS, *LRA_PRESETS, *VISION_PRESETS]
-    if args.preset not in presets:
-        raise ValueError(f"There is no preset {args.preset!r}; choose one of {', '.join(presets)}.")
-    target, tokenizer = Path(args.output), None
-    check_folder(target, args.overwrite)
-    torch.manual_seed(args.seed)
+    if preset not in presets:
+        raise ValueError(f"There is no preset {preset!r}; choose one of {', '.join(presets)}.")
+    check_folder(Path(output), overwrite)
+    torch.manual_seed(seed)
     config: Any
     cls: Any
-    if args.preset in VISION_PRESETS:
-        config = tost_hf.ToSTVisionConfig.from_preset(args.preset, num_labels=1000)
+    saved_tokenizer = None
+    if preset in VISION_PRESETS:
+        if tokenizer is not None:
+            raise ValueError(f"{preset} reads images; --tokenizer is for text models.")
+        config = tost_hf.ToSTVisionConfig.from_preset(preset, num_labels=1000)
         cls = tost_hf.ToSTForImageClassification
     else:
-        config = tost_hf.ToSTConfig.from_preset(args.preset)
+        config = tost_hf.ToSTConfig.from_preset(preset)
         cls = model_class(config) if config.architectures else tost_hf.ToSTForCausalLM
-    if args.tokenizer is not None:
-        if args.preset in VISION_PRESETS:
-            raise ValueError(f"{args.preset} reads images; --tokenizer is for text models.")
-        tokenizer = load_fitting_tokenizer(args.tokenizer, config)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(config, name, getattr(tokenizer, name))
-    with staged_folder(target) as folder:
-        cls(config).save_pretrained(folder)
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        if args.preset in VISION_PRESETS:
+            saved_tokenizer = load_fitting_tokenizer(tokenizer, config)
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                setattr(config, name, getattr(saved_tokenizer, name))
+    with staged_folder(Path(output)) as folder:
+        cls(config).save_pretrained(folder)
+        if saved_tokenizer is not None:
+            saved_tokenizer.save_pretrained(folder)
+        if preset in VISION_PRESETS:
             save_image_processor(config, folder)
-    print(f"Wrote {target}")
+    print(f"Wrote {output}")
 
 
-def _convert(args: argparse.Namespace) -> None:
+def _convert(source: str, output: str, *, overwrite: bool, **vision_options: Any) -> None:
     """Converts a checkpoint of the authors' code to a folder that from_pretrained loads, or such a folder back to a file.
 
     A checkpoint is ckpt.pt of a language model, or checkpoint.pth of a vision model or one of its baselines. The type of model
@@ -193,63 +193,61 @@ def _convert(args: argparse.Namespace) -> None:
     """
     from .convert import convert_from_original, convert_to_original
 
-    vision_options = {name: getattr(args, name) for name in ("ema", "num_attention_heads", "normalize_patch_tokens")}
-    if not os.path.isdir(args.source):
-        output = convert_from_original(args.source, args.output, overwrite=args.overwrite, **vision_options)
+    if not os.path.isdir(source):
+        target = convert_from_original(source, output, overwrite=overwrite, **vision_options)
     elif vision_options == {"ema": False, "num_attention_heads": None, "normalize_patch_tokens": None}:
-        output = convert_to_original(args.source, args.output, overwrite=args.overwrite)
+        target = convert_to_original(source, output, overwrite=overwrite)
     else:
-        raise ValueError(f"{args.source} is a folder, which is converted back to a file; the vision options do not apply.")
-    print(f"Wrote {output}")
+        raise ValueError(f"{source} is a folder, which is converted back to a file; the vision options do not apply.")
+    print(f"Wrote {target}")
 
 
-def _card(args: argparse.Namespace) -> None:
+def _card(folder: str, *, presets: bool, overwrite: bool, **options: Any) -> None:
     """Writes README.md from the files of the folder: configuration, weights, records of training and evaluation results.
 
     It leaves out what is not recorded. An existing card is replaced only with --overwrite.
     """
     from .hub.cards import write_card, write_preset_cards
 
-    if args.presets:
-        print("\n".join(f"Wrote {path}" for path in write_preset_cards(args.folder, overwrite=args.overwrite)))
-        return
-    options = {name: getattr(args, name) for name in ("repo_id", "revision", "license", "overwrite")}
-    print(f"Wrote {write_card(args.folder, **options)}")
+    if presets:
+        paths = write_preset_cards(folder, overwrite=overwrite)
+    else:
+        paths = [write_card(folder, overwrite=overwrite, **options)]
+    print("\n".join(f"Wrote {path}" for path in paths))
 
 
-def _publish(args: argparse.Namespace) -> None:
+def _publish(
+    folder: str, repo_id: str, *, card: bool, license: str | None, space: bool, with_code: bool, **options: Any
+) -> None:
     """Checks a model folder and uploads the model's files in one commit.
 
     If it is interrupted, the repository is unchanged; run it again. Other files are left out and listed. It rejects references
     to code that is not ToST's, tokens of the Hub, weights with NaN, weights that do not fit config.json, and a card without a
-    licence.
+    license.
     """
+    from .hub.cards import write_card
     from .hub.publishing import publish, publish_space
 
-    if args.card and args.space:
+    if card and space:
         raise ValueError("--card writes a model's card; a Space has its own README.md, which `tost-hf space` wrote.")
-    if args.license and not args.card:
-        raise ValueError("--license is for the card that --card writes; an existing card names its licence itself.")
-    if args.card:
-        from .hub.cards import write_card
-
-        card_options = {"repo_id": args.repo_id, "revision": args.tag, "license": args.license, "with_code": args.with_code}
+    if license and not card:
+        raise ValueError("--license is for the card that --card writes; an existing card names its license itself.")
+    if card:
         try:
-            write_card(args.folder, **card_options)
+            write_card(folder, repo_id=repo_id, revision=options["tag"], license=license, with_code=with_code)
         except FileExistsError:
-            print(f"{args.folder} has a README.md, which stays as it is.")
-    options = {name: getattr(args, name) for name in ("private", "revision", "tag", "create_pr", "dry_run")}
-    if args.space:
-        publication = publish_space(args.folder, args.repo_id, **options)
+            print(f"{folder} has a README.md, which stays as it is.")
+    if space:
+        publication = publish_space(folder, repo_id, **options)
     else:
-        publication = publish(args.folder, args.repo_id, with_code=args.with_code, **options)
+        publication = publish(folder, repo_id, with_code=with_code, **options)
     num_parameters = publication.num_parameters
     print(f"{publication.repo_id}: " + ("a Space" if num_parameters is None else f"{num_parameters:,} parameters"))
     actions = {"send": publication.uploaded, "delete": publication.deleted, "leave out": publication.left_out}
     for heading, files in actions.items():
         for name in files:
             print(f"  {heading:10}{name}")
-    if args.dry_run:
+    if options["dry_run"]:
         print("Dry run: nothing was sent.")
     elif publication.url is None:
         print(f"The repository has all of it already, at {publication.commit_hash}")
@@ -257,42 +255,41 @@ def _publish(args: argparse.Namespace) -> None:
         print(f"Published: {publication.url}")
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _verify(model: str, *, revision: str | None) -> int:
     """Checks the files, configuration, code, card and model of a folder, or of a repository after downloading it.
 
     The model is loaded and run; the repository's own code is never run. The exit status is 1 if a check fails.
     """
     from .hub.verification import verify
 
-    checks = verify(args.model, revision=args.revision)
+    checks = verify(model, revision=revision)
     for check in checks:
         print(f"{'ok' if check.passed else 'FAILED':8}{check.name:10}{check.detail}")
     num_failed = sum(not check.passed for check in checks)
-    print(f"{args.model}: {num_failed} of {len(checks)} checks failed" if num_failed else f"{args.model}: all checks passed")
+    print(f"{model}: {num_failed} of {len(checks)} checks failed" if num_failed else f"{model}: all checks passed")
     return int(num_failed > 0)
 
 
-def _info(args: argparse.Namespace) -> None:
-    """Prints size, state, positions, licence and files, without downloading a repository's weights."""
+def _info(model: str, *, revision: str | None) -> None:
+    """Prints size, state, positions, license and files, without downloading a repository's weights."""
     from .hub.verification import info
 
-    for name, value in info(args.model, revision=args.revision).items():
+    for name, value in info(model, revision=revision).items():
         print(f"{name:12}{value}")
 
 
-def _inspect(args: argparse.Namespace) -> None:
+def _inspect(model: str, input: str, out: str, **options: Any) -> None:
     """Runs a model on one image or text and plots its memberships, class attention, compression, subspaces and entropies.
 
     It writes PNG files and an index.html that explains them.
     """
     from .interpret import inspect_path
 
-    options = {name: getattr(args, name) for name in ("layers", "image_size", "processor", "trust_remote_code")}
-    for path in inspect_path(args.model, args.input, args.out, **options):
+    for path in inspect_path(model, input, out, **options):
         print(f"Wrote {path}")
 
 
-def _serve(args: argparse.Namespace) -> None:
+def _serve(serve_args: list[str]) -> None:
     """Runs `transformers serve`, with its options, after registering ToST's classes.
 
     It handles one request at a time: for more users run `vllm serve MODEL`, where tost-hf is installed.
@@ -305,10 +302,10 @@ def _serve(args: argparse.Namespace) -> None:
     from transformers.cli.transformers import app
 
     os.makedirs(HF_HUB_CACHE, exist_ok=True)  # without it transformers' /v1/models fails
-    app(["serve", *args.serve_args], prog_name="tost-hf")
+    app(["serve", *serve_args], prog_name="tost-hf")
 
 
-def _export(args: argparse.Namespace) -> None:
+def _export(model: str, output: str, **options: Any) -> None:
     """Writes the model as an ONNX program, with scripts that run it without this package.
 
     The state of a sequence is an input and an output: one program is for prefill and decoding. Its outputs are compared with
@@ -316,12 +313,11 @@ def _export(args: argparse.Namespace) -> None:
     """
     from .export import export_model
 
-    options = {name: getattr(args, name) for name in ("dtype", "tokenizer", "revision", "overwrite")}
-    exported = export_model(args.model, args.output, **options)
+    exported = export_model(model, output, **options)
     print(f"{exported.agreement}\nWrote {exported.folder}")
 
 
-def _space(args: argparse.Namespace) -> None:
+def _space(model: str, output: str, **options: Any) -> None:
     """Writes a folder with a page, the model as ONNX and the JavaScript libraries.
 
     `npm pack` downloads the libraries, whose hashes are checked. `python -m http.server` in the folder shows the page;
@@ -329,8 +325,7 @@ def _space(args: argparse.Namespace) -> None:
     """
     from .space import write_space
 
-    options = {name: getattr(args, name) for name in ("dtype", "tokenizer", "title", "npm", "revision", "overwrite")}
-    print(f"Wrote {write_space(args.model, args.output, **options)}")
+    print(f"Wrote {write_space(model, output, **options)}")
 
 
 if __name__ == "__main__":
