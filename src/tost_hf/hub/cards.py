@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Model cards (README.md): metadata and a template, filled from the files of a model folder.
 
-A card leaves out what the folder's files do not state. It names a licence only if the caller passes one.
+A card leaves out what the folder's files do not state. It names a license only if the caller passes one.
 """
 
 import json
@@ -16,11 +16,11 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
+from ..cache_files import state_bytes
 from ..files import check_file, is_weights_name, name_file_in_errors, staged_file
-from ..model.configuration_tost import BEYOND_PAPER, PRESETS, ToSTConfig
+from ..model.configuration_tost import BEYOND_PAPER, CAUSAL_STATISTICS, PRESETS, ToSTConfig
 from ..model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
-from .checks import load_config, model_class
-from .facts import describe
+from .checks import load_config, model_class, parameter_count
 from .records import CARD, IMAGE_PROCESSOR_FILES, Records, read_records
 
 
@@ -64,7 +64,7 @@ def build_card(
         folder: the folder of a ToST model.
         repo_id: the repository that the card's examples load from; the folder by default.
         revision: the commit or tag that the examples pin.
-        license: the licence of the weights, as an identifier of the Hub ("apache-2.0", "mit"). By default the card names none.
+        license: the license of the weights, as an identifier of the Hub ("apache-2.0", "mit"). By default the card names none.
         with_code: whether the repository will contain the model's source files; by default if the config has an `auto_map`.
 
     Raises:
@@ -81,13 +81,13 @@ def build_card(
         with_code = bool(getattr(config, "auto_map", None))
     with name_file_in_errors(folder / CONFIG_NAME):
         facts = describe(config)
-    records, full_name = read_records(folder), repo_id or folder.resolve().name
+    full_name = repo_id or folder.resolve().name
     processors = IMAGE_PROCESSOR_FILES if isinstance(config, ToSTVisionConfig) else ("tokenizer_config.json",)
     return _render(
         config,
         full_name.rpartition("/")[2],
         license,
-        records,
+        read_records(folder),
         facts,
         has_weights=True,
         source=json.dumps(full_name) + (f", revision={json.dumps(revision)}" if revision else ""),
@@ -134,7 +134,7 @@ def preset_card(name: str) -> ModelCard:
         config = ToSTVisionConfig.from_preset(name, num_labels=1000, architectures=["ToSTForImageClassification"])
     else:
         config = ToSTConfig.from_preset(name, architectures=["ToSTForCausalLM"])
-    # without weights the licence is that of the architecture's code
+    # without weights the license is that of the architecture's code
     return _render(config, name, "apache-2.0", Records(), describe(config), preset=name)
 
 
@@ -153,8 +153,10 @@ def write_preset_cards(folder: str | os.PathLike, *, overwrite: bool = False) ->
 
 
 def make_markdown_table(header: Sequence[str], records: Iterable[Sequence]) -> str:
-    """A Markdown table, without the columns in which no record has a value."""
+    """A Markdown table, without the columns in which no record has a value; empty without records."""
     cells = [["" if x is None else str(x).replace("|", r"\|").replace("\n", " ") for x in record] for record in records]
+    if not cells:
+        return ""
     columns = [i for i in range(len(header)) if any(line[i] for line in cells)]
     lines = ["| " + " | ".join(line[i] for i in columns) + " |" for line in (header, *cells)]
     return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])
@@ -167,6 +169,50 @@ def is_hub_id(name: str) -> bool:
     except HFValidationError:
         return False
     return "/" in name and not Path(name).exists()
+
+
+# Facts ----------------------------------------------------------------------------------------------------------------
+
+
+def describe(config: Any) -> dict[str, str]:
+    """The facts of a configuration, from displayed names to displayed values."""
+    heads, width = config.num_attention_heads, config.hidden_size
+    facts = {
+        "parameters": f"{parameter_count(config):,}",
+        "layers": str(config.num_hidden_layers),
+        "heads": f"{heads} of {width // heads} channels",
+        "width": f"{width:,}" + (f", of the MLP {config.intermediate_size:,}" if config.mlp_type == "mlp" else ""),
+    }
+    if config.dtype is not None:
+        facts["dtype"] = str(config.dtype).removeprefix("torch.")
+    options = dict(config.options())
+    if config.model_type == "tost_vision":
+        height, image_width = (config.image_size,) * 2 if isinstance(config.image_size, int) else config.image_size
+        facts["images"] = f"{height} x {image_width} pixels, patches of {config.patch_size}, attention {config.attention_type}"
+    else:
+        facts["vocabulary"] = f"{config.vocab_size:,}"
+        facts["positions"] = "no limit (position-free)" if config.is_position_free else f"{config.max_position_embeddings:,}"
+        facts["state"] = _describe_state(config)
+        if options.pop("layer_types", None):
+            layer_types = enumerate(config.layer_types, start=1)
+            attention_types = {i: layer_type for i, layer_type in layer_types if layer_type != CAUSAL_STATISTICS}
+            facts["layers"] += "; " + ", ".join(f"{layer_type} in {i}" for i, layer_type in attention_types.items())
+    if (config.architectures or [""])[0].endswith("Classification"):
+        names = [str(config.id2label[i]) for i in sorted(config.id2label)]
+        show_names = 0 < len(names) <= 20 and not names[0].startswith("LABEL_")
+        facts["classes"] = f"{len(names):,}" + (f": {', '.join(names)}" if show_names else "")
+    if options:
+        facts["options"] = ", ".join(f"{name} {value}" for name, value in options.items())
+    return facts
+
+
+def _describe_state(config: Any) -> str:
+    """The size of the state of one sequence."""
+    if not config.is_causal:
+        return "none: an encoder processes the whole sequence at once"
+    state = state_bytes(config)
+    growth = f", and {state.per_token:,} with every token" if state.per_token else ""
+    return f"{state.saved:,} bytes per sequence at any length ({state.in_memory:,} in memory){growth}"
 
 
 # Metadata -------------------------------------------------------------------------------------------------------------
@@ -204,8 +250,8 @@ def _make_metadata(config: PreTrainedConfig, name: str, license: str | None, rec
 
 def _to_eval_result(result: dict) -> EvalResult:
     """Converts a result of evaluation.json; values without a field in EvalResult go into `metric_args`."""
-    extra = {key: value for key, value in result.items() if key not in EvalResult.__dataclass_fields__ and value is not None}
     fields = {key: value for key, value in result.items() if key in EvalResult.__dataclass_fields__}
+    extra = {key: value for key, value in result.items() if key not in fields and value is not None}
     return EvalResult(**fields, metric_args=extra or None)
 
 
@@ -260,14 +306,10 @@ def _evaluation_table(results: list[dict]) -> str:
     keys = ("dataset_name", "dataset_split", "metric_name", "metric_value", "num_examples", "seed", "date", "protocol")
     header = ("dataset", "split", "metric", "value", "examples", "seed", "date", "protocol")
     records = [{"metric_name": result["metric_type"]} | result for result in results]
-    if not records:
-        return ""
     return make_markdown_table(header, [[_format_number(record.get(key)) for key in keys] for record in records])
 
 
 def _number_table(title: str, numbers: dict[str, float]) -> str:
-    if not numbers:
-        return ""
     return make_markdown_table((title, "value"), [(key.replace("_", " "), _format_number(x)) for key, x in numbers.items()])
 
 

@@ -71,7 +71,7 @@ def check_card(folder: Path) -> ModelCard:
     """Loads and checks the folder's model card.
 
     Raises:
-        ValueError: there is no card, its metadata does not parse, it names no licence, or it is an unfilled template.
+        ValueError: there is no card, its metadata does not parse, it names no license, or it is an unfilled template.
     """
     path = folder / CARD
     if not path.is_file():
@@ -79,15 +79,9 @@ def check_card(folder: Path) -> ModelCard:
     card = load_card(path)
     if not card.data.get("license"):
         raise ValueError(
-            f"The card {path} names no licence: add the line `license: apache-2.0` (or whichever it is) to its metadata, or "
+            f"The card {path} names no license: add the line `license: apache-2.0` (or whichever it is) to its metadata, or "
             f"write it again with `tost-hf card {folder} --license apache-2.0 --overwrite`."
         )
     if "[More Information Needed]" in card.content:
         raise ValueError(f"The card {path} is an unfilled template: complete it by hand.")
     return card
-
-
-def check_space(folder: Path) -> None:
-    """Raises ValueError if `tost-hf space` did not write the folder."""
-    if not all((folder / name).is_file() for name in (CARD, "space.json", "model/export.json")):
-        raise ValueError(f"{folder} is not a page that `tost-hf space` wrote; write one with `tost-hf space MODEL {folder}`.")

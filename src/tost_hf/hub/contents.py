@@ -11,7 +11,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +63,11 @@ def space_files(folder: Path) -> dict[str, Path]:
     """The published files of a folder that `tost-hf space` wrote, name -> path.
 
     Raises:
-        ValueError: one of the files is a link that leads out of the folder.
+        ValueError: `tost-hf space` did not write the folder, or one of the files is a link that leads out of it.
     """
     files = _match_files(folder, SPACE_FILES)
+    if not files.keys() >= {CARD, "space.json", "model/export.json"}:
+        raise ValueError(f"{folder} is not a page that `tost-hf space` wrote; write one with `tost-hf space MODEL {folder}`.")
     _check_links(folder, files)
     return files
 
@@ -110,13 +111,8 @@ def _read_shard_names(index: Path) -> set[str]:
 
 
 def _match_files(folder: Path, patterns: tuple[str, ...]) -> dict[str, Path]:
-    paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    # slashes are compared because "*" matches them in fnmatch: "LICENSE*" is for the folder itself
-    return {
-        name: path
-        for name, path in paths.items()
-        if any(fnmatch(name, pattern) and name.count("/") <= pattern.count("/") for pattern in patterns)
-    }
+    paths = sorted(path for pattern in patterns for path in folder.glob(pattern) if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 def _check_links(folder: Path, files: Mapping[str, Path]) -> None:

@@ -15,7 +15,7 @@ from transformers.utils import CONFIG_NAME
 from ..files import is_weights_name
 from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
-from .checks import check_card, check_space, load_config
+from .checks import check_card, load_config
 from .contents import check_no_hub_token, model_files, space_files
 from .loading import check_loading, translate_hub_errors
 
@@ -60,17 +60,16 @@ def publish(
     dry_run: bool = False,
     with_code: bool = True,
     token: str | None = None,
-    commit_message: str | None = None,
 ) -> Publication:
     """Publishes a folder that `save_pretrained`, a training script or `tost-hf` wrote.
 
-    Uploaded are the configuration, weights, tokenizer or image processor, chat templates, model card with its images, licence
+    Uploaded are the configuration, weights, tokenizer or image processor, chat templates, model card with its images, license
     and evaluation records, and this package's source files. The folder is checked first and never changed. There is a single
     commit; an interrupted or rejected publication leaves the repository at its old commit. Files of the repository that the
     folder lacks stay, except weights and ToST code of an earlier version.
 
     Args:
-        folder: config, safetensors weights and a model card with a licence; optionally tokenizer, image processor and so on.
+        folder: config, safetensors weights and a model card with a license; optionally tokenizer, image processor and so on.
         repo_id: "owner/name", or "name" in the namespace of the token's user. Created if it does not exist.
         private: whether a newly created repository is private.
         revision: the branch to commit to, created from main if it does not exist.
@@ -79,7 +78,6 @@ def publish(
         dry_run: check the folder and return what would be uploaded, without any request.
         with_code: whether to publish the remote code, for `trust_remote_code=True` without this package.
         token: access token of a user with write access; by default that of the logged-in user.
-        commit_message: "Publish with tost_hf VERSION" by default.
 
     Raises:
         ValueError: the folder is not a complete model, contains a token of the Hub, a link out of the folder or old weights
@@ -112,7 +110,6 @@ def publish(
         create_pr=create_pr,
         dry_run=dry_run,
         token=token,
-        commit_message=commit_message,
         num_parameters=model.num_parameters(),
     )
 
@@ -132,7 +129,6 @@ def publish_space(folder: str | os.PathLike, repo_id: str, **options: Any) -> Pu
         >>> publish_space("./my-page", "me/my-page").url
     """
     folder = Path(folder)
-    check_space(folder)
     files = space_files(folder)
     check_no_hub_token(files)
     return _upload(folder, files, repo_id, "space", **options)
@@ -151,7 +147,6 @@ def _upload(
     create_pr: bool = False,
     dry_run: bool = False,
     token: str | None = None,
-    commit_message: str | None = None,
     num_parameters: int | None = None,
 ) -> Publication:
     """Creates the repository if it does not exist, commits the files (`HfApi` uploads only changed ones) and sets the tag."""
@@ -175,7 +170,7 @@ def _upload(
     commit = api.create_commit(
         repo_id,
         [*(CommitOperationAdd(name, files[name]) for name in uploaded), *map(CommitOperationDelete, deleted)],
-        commit_message=commit_message or f"Publish with tost_hf {__version__}",
+        commit_message=f"Publish with tost_hf {__version__}",
         revision=revision,
         create_pr=create_pr,
         repo_type=repo_type,

@@ -17,9 +17,9 @@ from transformers.utils import CONFIG_NAME
 from ..files import name_file_in_errors
 from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
+from .cards import describe
 from .checks import check_card, load_config, model_class
 from .contents import check_no_hub_token, check_references, model_files
-from .facts import describe
 from .loading import NUM_TOKENS, check_loading, download
 from .records import CARD, load_card
 
@@ -134,7 +134,7 @@ def _check_card(folder: Path, online: bool) -> str:
     if online:
         with contextlib.suppress(OfflineModeIsEnabled):
             card.validate(repo_type="model")
-    return f"licence {card.data.get('license')}, {len(card.data.get('eval_results') or [])} results in its metadata"
+    return f"license {card.data.get('license')}, {len(card.data.get('eval_results') or [])} results in its metadata"
 
 
 def info(source: str | os.PathLike, *, revision: str | None = None, token: str | None = None) -> dict[str, str]:
@@ -161,5 +161,5 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
         "included (trust_remote_code works)" if getattr(config, "auto_map", None) else "not included (needs tost_hf)"
     )
     if (folder / CARD).is_file():
-        facts["licence"] = str(load_card(folder / CARD).data.get("license") or "not named")
+        facts["license"] = str(load_card(folder / CARD).data.get("license") or "not named")
     return facts

@@ -41,7 +41,7 @@ RUNTIME = Package(
     files={
         "package/dist/ort.wasm.bundle.min.mjs": "ort.wasm.bundle.min.mjs",
         "package/dist/ort-wasm-simd-threaded.wasm": "ort-wasm-simd-threaded.wasm",
-        "package/package.json": "onnxruntime-web.package.json",  # states the licence
+        "package/package.json": "onnxruntime-web.package.json",  # states the license
     },
 )
 TOKENIZERS = Package(
@@ -108,6 +108,3 @@ def _read_tarball(package: Package, folder: Path) -> bytes:
     if f"sha512-{digest}" != package.integrity:
         raise ValueError(f"{path} is not {package.spec}: its hash is sha512-{digest}, not {package.integrity}.")
     return content
-
-
-__all__ = ["RUNTIME", "TOKENIZERS", "Package", "unpack"]

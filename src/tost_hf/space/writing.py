@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
+from huggingface_hub import SpaceCardData
 from transformers.utils import IMAGE_PROCESSOR_NAME, is_vision_available
 
 from ..export import export_model
@@ -145,22 +145,19 @@ def _read_preprocessing(config: ToSTVisionConfig, source: Path) -> dict[str, Any
 
 def _make_card(title: str, model: str, source: Path) -> str:
     """README.md of the Space, with the metadata that the Hub requires."""
-    metadata: dict[str, Any] = {
-        "title": title,
-        "emoji": "📐",
-        "colorFrom": "blue",
-        "colorTo": "green",
-        "sdk": "static",
-        "app_file": "index.html",
-        "pinned": False,
-        "short_description": "A ToST model that runs in the browser",
-    }
-    if (source / CARD).is_file() and (license := load_card(source / CARD).data.get("license")):
-        metadata["license"] = license
-    if not os.path.isdir(model):
-        metadata["models"] = [model]
-    front_matter = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
+    metadata = SpaceCardData(
+        title=title,
+        sdk="static",
+        app_file="index.html",
+        license=load_card(source / CARD).data.get("license") if (source / CARD).is_file() else None,
+        models=None if os.path.isdir(model) else [model],
+        emoji="📐",
+        colorFrom="blue",
+        colorTo="green",
+        pinned=False,
+        short_description="A ToST model that runs in the browser",
+    )
     return (
-        f"---\n{front_matter}---\n\n# {title}\n\nA ToST model that runs in the browser, written by `tost-hf space` "
+        f"---\n{metadata.to_yaml()}\n---\n\n# {title}\n\nA ToST model that runs in the browser, written by `tost-hf space` "
         f"({__version__}). Nothing leaves the browser. To see it without the Hub: `python -m http.server` in this folder.\n"
     )

@@ -119,7 +119,7 @@ class TokenDecoder {
   }
 }
 
-/** The text as coloured tokens, of which the user can select one. */
+/** The text as colored tokens, of which the user can select one. */
 class TokenView {
   constructor(metadata) {
     Object.assign(this, { metadata, box: $("text"), tokens: [], selected: -1 });
@@ -384,7 +384,7 @@ function preprocess(image, { shortest_edge, resized, filter, height, width }) {
   return context.getImageData(0, 0, width, height);
 }
 
-/** The viridis colour of a value from 0 to 1, interpolated between five colours. */
+/** The viridis color of a value from 0 to 1, interpolated between five colors. */
 function viridis(value) {
   const stops = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
   const position = Math.min(Math.max(value, 0), 1) * (stops.length - 1);
