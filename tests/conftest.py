@@ -11,7 +11,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from hub_server import hub  # noqa: F401  a fixture
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoImageProcessor, Cache, PreTrainedTokenizerFast, StaticCache
 
@@ -128,6 +127,7 @@ def text_model():
 
 
 # at the end, because these modules import from this one
-from card_folders import bare_folder, labelled_folder, trained_folder  # noqa: E402, F401
+from hub_clients import clients  # noqa: E402, F401
+from hub_server import hub  # noqa: E402, F401
 from image_runs import digit_folder, image_args  # noqa: E402, F401
 from text_runs import clm_args, text_folder, text_parts  # noqa: E402, F401

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import randomize, small_config, small_vision_config
 from hub_server import Hub
@@ -96,15 +98,8 @@ class Client:
 class Clients:
     """Processes that use a Hub, forked from one that has done the imports. Their HF_HOME is `folder / "home"`."""
 
-    def __init__(
-        self,
-        hub: Hub,
-        folder: Path,
-        preload: str = "import tost_hf.cli, tost_hf.hub.publishing, tost_hf.hub.verification",
-        options: tuple[str, ...] = (),
-        **environment: str,
-    ):
-        self.folder, self.number = folder, 0
+    def __init__(self, hub: Hub, folder: Path, preload: str = "", options: tuple[str, ...] = (), **environment: str):
+        self.hub, self.folder, self.number = hub, folder, 0
         self.worker = subprocess.Popen(
             [sys.executable, *options, "-c", WORKER.format(preload=preload)],
             env=hub.environment(folder / "home", **environment),
@@ -140,21 +135,38 @@ class Clients:
     def run(self, code: str, *argv, token: str | None = None, **environment: str) -> Client:
         return self.wait(self.start(code, *argv, token=token, **environment))
 
-    def command(self, *argv, **options: str | None) -> Client:
+    def command(self, *argv, token: str | None = None) -> Client:
         """Runs `tost-hf` with these arguments."""
-        return self.run("raise SystemExit(tost_hf.cli.main(argv))", *argv, **options)
+        return self.run("raise SystemExit(tost_hf.cli.main(argv))", *argv, token=token)
 
-    def load(
-        self, source, auto_class: str = "AutoModelForCausalLM", environment: dict | None = None, **options
-    ) -> Client | dict:
+    def publish(self, *argv) -> Client:
+        """Runs `tost-hf publish` as the Hub's user, successfully."""
+        return self.command("publish", *argv, token=self.hub.token).check()
+
+    def load(self, source, auto_class: str = "AutoModelForCausalLM", **options) -> Client | dict[str, torch.Tensor]:
         """Loads a model in another process; returns its outputs or, if it cannot be loaded, the process.
 
-        The cache is new unless `cache_dir` is set, because requests that the Hub rejects would be answered from an old one.
+        The cache is new, because an old one would answer requests that the Hub rejects.
         """
-        options.setdefault("cache_dir", str(self.folder / f"cache-{self.number}"))
+        options["cache_dir"] = str(self.folder / f"cache-{self.number}")
         output = self.folder / f"results-{self.number}.safetensors"
-        client = self.run(COMPUTE, auto_class, source, json.dumps(options), output, **(environment or {}))
+        client = self.run(COMPUTE, auto_class, source, json.dumps(options), output)
         return load_file(output) if client.status == 0 else client
+
+
+@pytest.fixture(scope="session")
+def clients(hub, tmp_path_factory) -> Iterator[Clients]:
+    """Client processes with the package."""
+    preload = "import datasets, tost_hf.cli, tost_hf.hub.publishing, tost_hf.hub.verification; tost_hf.ToSTTrainer"
+    with Clients(hub, tmp_path_factory.mktemp("clients"), preload) as clients:
+        yield clients
+
+
+def equal_outputs(actual: Client | dict, expected: Client | dict) -> bool:
+    """Whether two models' outputs are bitwise equal; fails with the client's log if one could not be loaded."""
+    for outputs in (actual, expected):
+        assert isinstance(outputs, dict), outputs.output
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -176,19 +188,23 @@ def language_model(seed: int = 0, model_class=tost_hf.ToSTForCausalLM, **config)
     return model.eval()
 
 
+def save_with_card(model: tost_hf.ToSTPreTrainedModel, folder: Path, **save) -> Path:
+    model.save_pretrained(folder, **save)
+    (folder / "README.md").write_text(CARD)
+    return folder
+
+
 def language_folder(folder: Path, seed: int = 0, **save) -> Path:
     """Writes a folder that can be published: model, tokenizer, card."""
-    language_model(seed).save_pretrained(folder, **save)
+    save_with_card(language_model(seed), folder, **save)
     save_tokenizer(folder)
-    (folder / "README.md").write_text(CARD)
     return folder
 
 
 def vision_folder(folder: Path) -> Path:
     config = small_vision_config(patch_size=2, num_labels=10)
-    randomize(tost_hf.ToSTForImageClassification(config)).save_pretrained(folder)
+    save_with_card(randomize(tost_hf.ToSTForImageClassification(config)), folder)
     make_image_processor(config).save_pretrained(folder)
-    (folder / "README.md").write_text(CARD)
     return folder
 
 

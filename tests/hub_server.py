@@ -125,14 +125,10 @@ class Hub:
         finally:
             self.faults.pop()
 
-    def find_requests(self, method: str, path: str) -> list[SimpleNamespace]:
-        """The received requests of a method to a path (regular expressions)."""
-        return [request for request in self.requests if re.fullmatch(method, request.method) and re.search(path, request.path)]
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def hub() -> Iterator[Hub]:
-    """A Hub for the tests of one file; each test uses other repositories."""
+    """A Hub; each test uses other repositories."""
     server_hub = Hub()
     threading.Thread(target=server_hub.server.serve_forever, args=(0.05,), daemon=True).start()
     yield server_hub
@@ -157,7 +153,7 @@ ROUTES = {  # by the method of Request that handles them
 
 
 class Request(BaseHTTPRequestHandler):
-    """One connection of a client. Handlers respond with `self.reply` or raise HubError."""
+    """One connection of a client. Handlers return the content of the response, bytes or JSON, or raise HubError."""
 
     protocol_version = "HTTP/1.1"
     wbufsize = -1  # sends headers and body together
@@ -166,51 +162,49 @@ class Request(BaseHTTPRequestHandler):
     def log_message(self, *args) -> None: ...
 
     def handle_any(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.log = SimpleNamespace(method=self.command, path=self.path, body=body, status=0)
-        self.hub.requests.append(self.log)
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.response_headers: dict[str, str] = {}
+        self.hub.requests.append(SimpleNamespace(method=self.command, path=self.path, body=self.body))
         try:
             for fault in self.hub.faults:
                 fault(f"{self.command} {self.path}")
-            self.dispatch()
+            status, content = 200, self.dispatch()
         except HubError as error:
-            self.reply(error.body, error.status, **error.headers)
+            status, content, self.response_headers = error.status, error.body, error.headers
         except ConnectionError:
             self.close_connection = True
-
-    do_GET = do_HEAD = do_POST = do_PUT = handle_any
-
-    def reply(self, content: object = None, status: int = 200, data: bytes | None = None, **headers: str) -> None:
-        """Sends `data` if given, else `content` as JSON."""
-        data = json.dumps(content).encode() if data is None else data
-        self.log.status = status
+            return
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
-        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(data))} | self.response_headers
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    @property
-    def json(self) -> dict:
-        return json.loads(self.log.body or b"{}")
+    do_GET = do_HEAD = do_POST = do_PUT = handle_any
 
-    def dispatch(self) -> None:
+    def dispatch(self) -> bytes | dict | list:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         is_change = self.command == "POST" and "validate-yaml" not in self.path
         if token not in ("", self.hub.token) or (is_change and not token):
             raise HubError(401, "Invalid credentials in Authorization header")
         request = f"{self.command} {urlsplit(self.path).path}"
-        handler = next((name for name, pattern in ROUTES.items() if re.fullmatch(pattern, request)), None)
-        if handler is None:
+        matches = ((name, re.fullmatch(pattern, request)) for name, pattern in ROUTES.items())
+        handler, match = next(((name, match) for name, match in matches if match), (None, None))
+        if match is None:
             raise HubError(404, f"No such route: {request}", "EntryNotFound")
-        match = re.fullmatch(ROUTES[handler], request)
         values = {key: value and unquote(value) for key, value in match.groupdict().items()}
         if "name" in values:
             repository = values["repository"] = self.hub.repositories.get(values["name"])
             if repository is None or (repository.private and not token):
                 raise HubError(404 if token else 401, "Repository not found", "RepoNotFound")
-        getattr(self, handler)(**values)
+        return getattr(self, handler)(**values)
+
+    @property
+    def json(self) -> dict:
+        return json.loads(self.body or b"{}")
 
     def create_repository(self):
         name = f"{self.json['organization']}/{self.json['name']}"
@@ -219,28 +213,25 @@ class Request(BaseHTTPRequestHandler):
         if key in self.hub.repositories:
             raise HubError(409, "You already created this repo", url=url)
         self.hub.create(key, private=self.json.get("visibility") == "private" or bool(self.json.get("private")))
-        self.reply({"url": url, "id": name, "name": name})
+        return {"url": url, "id": name, "name": name}
 
     def info(self, name: str, repository: Repository, revision: str | None):
         head = repository.resolve(revision or "main")
         siblings = [{"rfilename": path} | describe(path, data) for path, data in repository.tree(head).items()]
-        self.reply({"id": name.removeprefix("spaces/"), "sha": head, "private": repository.private, "siblings": siblings})
+        return {"id": name.removeprefix("spaces/"), "sha": head, "private": repository.private, "siblings": siblings}
 
     def list_tree(self, name: str, repository: Repository, revision: str):
-        tree = repository.tree(revision)
-        self.reply([{"type": "file", "path": path} | describe(path, data) for path, data in tree.items()])
+        return [{"type": "file", "path": path} | describe(path, data) for path, data in repository.tree(revision).items()]
 
     def resolve(self, name: str, repository: Repository, revision: str, path: str):
-        head = repository.resolve(revision)
-        data = repository.tree(head).get(path)
+        data = repository.tree(revision).get(path)
         if data is None:
             raise HubError(404, "Entry not found", "EntryNotFound")
-        etag = describe(path, data)["etag"]
-        self.reply(data=data, X_Repo_Commit=head, ETag=f'"{etag}"')
+        self.response_headers = {"X-Repo-Commit": repository.resolve(revision), "ETag": f'"{describe(path, data)["etag"]}"'}
+        return data
 
     def validate_yaml(self):
-        errors = [{"message": "unknown license"}] * ("license: my-own" in self.json["content"])
-        self.reply({"errors": errors, "warnings": []}, 400 if errors else 200)
+        return {"errors": [], "warnings": []}
 
     def preupload(self, name: str, repository: Repository, revision: str):
         tree = repository.tree(revision)
@@ -250,23 +241,23 @@ class Request(BaseHTTPRequestHandler):
             mode, ignore = "lfs" if path.endswith(LFS_SUFFIXES) else "regular", path.rpartition("/")[2] in ignored_names
             oid = describe(path, tree[path])["etag"] if path in tree else None
             files.append({"path": path, "uploadMode": mode, "shouldIgnore": ignore, "oid": oid})
-        self.reply({"files": files})
+        return {"files": files}
 
     def lfs_batch(self, name: str, repository: Repository):
         objects = self.json["objects"]
         for lfs_object in objects:
             if lfs_object["oid"] not in self.hub.objects:
                 lfs_object["actions"] = {"upload": {"href": f"{self.hub.url}/objects/{lfs_object['oid']}", "header": {}}}
-        self.reply({"transfer": "basic", "objects": objects})
+        return {"transfer": "basic", "objects": objects}
 
     def store_object(self, sha256: str):
-        if hashlib.sha256(self.log.body).hexdigest() != sha256:
+        if hashlib.sha256(self.body).hexdigest() != sha256:
             raise HubError(400, "The object differs from its SHA-256")
-        self.hub.objects[sha256] = self.log.body
-        self.reply({})
+        self.hub.objects[sha256] = self.body
+        return {}
 
     def commit(self, name: str, repository: Repository, revision: str):
-        _, *operations = (json.loads(line) for line in self.log.body.splitlines() if line.strip())
+        _, *operations = (json.loads(line) for line in self.body.splitlines() if line.strip())
         parent = repository.resolve(revision)
         tree = dict(repository.tree(parent))
         for operation in operations:
@@ -280,11 +271,11 @@ class Request(BaseHTTPRequestHandler):
             number = 1 + sum(name.startswith("refs/pr/") for name in repository.refs)
             ref, answer = f"refs/pr/{number}", {"pullRequestUrl": f"{page}/discussions/{number}"}
         commit = repository.commit(ref, tree, parent)
-        self.reply({"success": True, "commitOid": commit, "commitUrl": f"{page}/commit/{commit}", "hookOutput": ""} | answer)
+        return {"success": True, "commitOid": commit, "commitUrl": f"{page}/commit/{commit}", "hookOutput": ""} | answer
 
     def set_ref(self, name: str, repository: Repository, kind: str, revision: str):
         ref = f"refs/tags/{self.json['tag']}" if kind == "tag" else f"refs/heads/{revision}"
         if ref in repository.refs:
             raise HubError(409, "Reference already exists")
         repository.refs[ref] = repository.resolve(revision if kind == "tag" else "main")
-        self.reply({})
+        return {}

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-import evaluate_image_classification
 import numpy as np
 import pytest
 import torch
 from conftest import needs_auto_processor, randomize, small_vision_config
 from datasets import ClassLabel, Dataset, Features, Image, Value
+from evaluate_image_classification import DataTrainingArguments, load_real_labels, main, match_labels, real_accuracy
 from PIL import Image as PILImage
 
 from tost_hf import ToSTForImageClassification
@@ -41,7 +41,7 @@ def classifier(tmp_path) -> tuple[Path, ToSTForImageClassification]:
 def evaluate_images(folder, pictures, tmp_path, *options) -> dict[str, dict]:
     pictures.to_parquet(tmp_path / "test.parquet")
     command = ["--model", folder, "--dataset", tmp_path / "test.parquet", "--device", "cpu", "--batch_size", 7]
-    evaluate_image_classification.main([str(argument) for argument in [*command, "--cache_dir", tmp_path / "cache", *options]])
+    main([str(argument) for argument in [*command, "--cache_dir", tmp_path / "cache", *options]])
     return {result["metric_name"]: result for result in json.loads((folder / "evaluation.json").read_text())["results"]}
 
 
@@ -76,38 +76,33 @@ def test_evaluate_image_classification(tmp_path, pictures, classifier, column):
 
 
 def test_labels_are_matched_by_name(pictures):
-    match = evaluate_image_classification.match_labels
-    data_args = evaluate_image_classification.DataTrainingArguments(dataset_name="x")
+    def match(examples, classes):
+        return match_labels(examples, "test", classes, DataTrainingArguments(dataset_name="x"))["label"][:]
+
     with pytest.raises(ValueError, match="6 classes"):
-        match(pictures, "test", CLASSES[1:], data_args)
-    unmatched = match(pictures, "test", [f"LABEL_{number}" for number in range(9)], data_args)
-    assert unmatched["label"][:] == pictures["label"][:]
-    numbered = pictures.cast_column("label", ClassLabel(names=[f"LABEL_{number}" for number in range(6, -1, -1)]))
-    matched = match(numbered, "test", [f"LABEL_{number}" for number in range(9)], data_args)
-    assert matched["label"][:] == pictures["model_label"][:]
-    assert match(pictures, "test", CLASSES, data_args)["label"][:] == pictures["model_label"][:]
+        match(pictures, CLASSES[1:])
+    unnamed = [f"LABEL_{number}" for number in range(9)]
+    assert match(pictures, unnamed) == pictures["label"][:]
+    assert match(pictures.cast_column("label", ClassLabel(names=unnamed[6::-1])), unnamed) == pictures["model_label"][:]
+    assert match(pictures, CLASSES) == pictures["model_label"][:]
 
 
 def test_real_labels_are_matched_by_file_name(tmp_path):
     file = tmp_path / "real.json"
     file.write_text(json.dumps([[10], [], [12, 2], [13], [14]]))
-    numbers = [4, 1, 3]
 
-    def make_examples(paths):
+    def load(paths):
         images = [{"bytes": b"", "path": path} for path in paths]
-        return Dataset.from_dict({"image": images}, Features({"image": Image(decode=False)}))
+        return load_real_labels(str(file), Dataset.from_dict({"image": images}, Features({"image": Image(decode=False)})))
 
-    named_examples = make_examples([f"ILSVRC2012_val_{number:08}_n01440764.JPEG" for number in numbers])
-    assert evaluate_image_classification.load_real_labels(str(file), named_examples) == [[13], [10], [12, 2]]
-    assert evaluate_image_classification.load_real_labels(str(file), named_examples.select([2, 0])) == [[12, 2], [13]]
-    labels_in_order = evaluate_image_classification.load_real_labels(
-        str(file), make_examples(["a.png", None, "c.png", "d.png", "e.png"])
-    )
-    assert labels_in_order == [[10], [], [12, 2], [13], [14]]
+    names = [f"ILSVRC2012_val_{number:08}_n01440764.JPEG" for number in (4, 1, 3)]
+    assert load(names) == [[13], [10], [12, 2]]
+    assert load([names[2], names[0]]) == [[12, 2], [13]]
+    assert load(["a.png", None, "c.png", "d.png", "e.png"]) == [[10], [], [12, 2], [13], [14]]
     with pytest.raises(ValueError, match="labels of 5 images"):
-        evaluate_image_classification.load_real_labels(str(file), make_examples(["a.png", "b.png"]))
+        load(["a.png", "b.png"])
 
 
 def test_real_accuracy_ignores_images_without_labels():
     predictions = torch.tensor([[1, 0], [2, 0], [3, 0], [0, 1]])
-    assert evaluate_image_classification.real_accuracy(predictions, [[1, 5], [], [4], [9, 0]]) == (2 / 3, 3)
+    assert real_accuracy(predictions, [[1, 5], [], [4], [9, 0]]) == (2 / 3, 3)

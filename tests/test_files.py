@@ -1,5 +1,6 @@
 """Overwriting a folder: which files are replaced, which stay, and what an interrupted write leaves behind."""
 
+import contextlib
 import os
 import shutil
 
@@ -12,13 +13,8 @@ from tost_hf.files import check_folder, is_weights_name, staged_folder
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
 OTHER_FILES = (
-    "model_old.safetensors",
-    "model-old.safetensors",
-    "model.fp16.safetensors",
-    "model-1-of-2.safetensors",
-    "adapter_model.safetensors",
-    "notes.safetensors.txt",
-    "notes.txt",
+    *("model_old.safetensors", "model-old.safetensors", "model.fp16.safetensors", "model-1-of-2.safetensors"),
+    *("adapter_model.safetensors", "notes.safetensors.txt", "notes.txt"),
 )
 
 
@@ -26,30 +22,30 @@ def test_weights_names():
     assert tuple(filter(is_weights_name, WEIGHTS + OTHER_FILES)) == WEIGHTS
 
 
-def test_overwrite_preserves_other_files(tmp_path):
-    target = tmp_path / "model"
-    new_files = contents(language_folder(tmp_path / "new", seed=1))
-    target.mkdir()
-    for name in (*WEIGHTS, *OTHER_FILES, "config.json", "evaluation.json", "eval_results.json"):
-        (target / name).write_bytes(b"old")
-    with staged_folder(target) as folder:
-        shutil.copytree(tmp_path / "new", folder, dirs_exist_ok=True)
-    assert contents(target) == new_files | dict.fromkeys(OTHER_FILES, b"old")
+def write_files(folder, names, content):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
-def test_overwrite_preserves_subfolders(tmp_path):
-    """Files in subfolders are replaced one by one; of an earlier export, only the program files are deleted."""
-    target = tmp_path / "page"
-    export_files = ("model/export.json", "model/model.onnx.data")
-    for name in (*export_files, "model/notes.txt", "other/model.onnx", "model.onnx"):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_bytes(b"old")
-    with staged_folder(target) as folder:
-        (folder / "model").mkdir()
-        for name in ("model/export.json", "model/model.onnx", "README.md"):
-            (folder / name).write_bytes(b"new")
-    new_files = dict.fromkeys(("model/export.json", "model/model.onnx", "README.md"), b"new")
-    assert contents(target) == new_files | dict.fromkeys(("model/notes.txt", "other/model.onnx", "model.onnx"), b"old")
+MODEL_FILES = ("config.json", "model.safetensors")
+EXPORT_FILES = ("model/export.json", "model/model.onnx", "README.md")
+
+
+@pytest.mark.parametrize(
+    "new_files, replaced, preserved",
+    [
+        (MODEL_FILES, (*WEIGHTS, "config.json", "evaluation.json", "eval_results.json"), OTHER_FILES),
+        # in subfolders files are replaced one by one; of an earlier export, only the program files are deleted
+        (EXPORT_FILES, ("model/export.json", "model/model.onnx.data"), ("model/notes.txt", "other/model.onnx", "model.onnx")),
+    ],
+    ids=["model", "export"],
+)
+def test_overwrite_preserves_other_files(tmp_path, new_files, replaced, preserved):
+    write_files(tmp_path / "target", (*replaced, *preserved), b"old")
+    with staged_folder(tmp_path / "target") as folder:
+        write_files(folder, new_files, b"new")
+    assert contents(tmp_path / "target") == dict.fromkeys(new_files, b"new") | dict.fromkeys(preserved, b"old")
 
 
 def test_output_overlaps_source(tmp_path):
@@ -70,11 +66,9 @@ class KilledError(BaseException):
 def test_killed_between_two_moves(tmp_path, monkeypatch, step):
     """The folder contains the old model, the new one or one that cannot be loaded, but never a mixture of both."""
     target = language_folder(tmp_path / "model", max_shard_size="40KB")
-    language_folder(tmp_path / "new", seed=1)
+    new_files = contents(language_folder(tmp_path / "new", seed=1))
     old_weights = {name: data for name, data in contents(target).items() if "safetensors" in name}
-    new_weights = contents(tmp_path / "new")["model.safetensors"]
     steps = iter(range(100))
-    unlink, replace = type(target).unlink, os.replace
 
     def fail_at_step(function):
         def call(*args, **kwargs):
@@ -84,21 +78,18 @@ def test_killed_between_two_moves(tmp_path, monkeypatch, step):
 
         return call
 
-    with monkeypatch.context() as patch, pytest.raises((KilledError, StopIteration)):
-        with staged_folder(target) as folder:
-            shutil.copytree(tmp_path / "new", folder, dirs_exist_ok=True)
-            patch.setattr(type(target), "unlink", fail_at_step(unlink))
-            patch.setattr(os, "replace", fail_at_step(replace))
-        patch.undo()
-        raise StopIteration
+    with monkeypatch.context() as patch, contextlib.suppress(KilledError), staged_folder(target) as folder:
+        shutil.copytree(tmp_path / "new", folder, dirs_exist_ok=True)
+        patch.setattr(type(target), "unlink", fail_at_step(type(target).unlink))
+        patch.setattr(os, "replace", fail_at_step(os.replace))
     files = contents(target)
     if "config.json" in files:
         weights = {name: data for name, data in files.items() if "safetensors" in name}
-        assert weights in (old_weights, {"model.safetensors": new_weights})
+        assert weights in (old_weights, {"model.safetensors": new_files["model.safetensors"]})
         AutoModelForCausalLM.from_pretrained(target)
     else:
         with pytest.raises((OSError, ValueError)):
             AutoModelForCausalLM.from_pretrained(target)
     with staged_folder(target) as folder:  # a second attempt completes the write
         shutil.copytree(tmp_path / "new", folder, dirs_exist_ok=True)
-    assert contents(target) == contents(tmp_path / "new")
+    assert contents(target) == new_files

@@ -3,17 +3,10 @@
 import json
 
 import pytest
-import torch
 from conftest import needs_auto_processor
-from hub_clients import CARD, Clients, contents, language_folder, language_model, vision_folder
+from hub_clients import CARD, contents, equal_outputs, language_folder, language_model, vision_folder
 
 import tost_hf
-
-
-@pytest.fixture(scope="module")
-def clients(hub, tmp_path_factory):
-    with Clients(hub, tmp_path_factory.mktemp("clients")) as forks:
-        yield forks
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +23,11 @@ def expected_outputs(clients, folder):
 @pytest.fixture(scope="module")
 def published_revisions(hub, clients, folder):
     """Folder and commit of both revisions of tost/tiny: `folder`, published with the tag v1, then another model."""
-    clients.command("publish", folder, "tost/tiny", "--tag", "v1", token=hub.token).check()
+    clients.publish(folder, "tost/tiny", "--tag", "v1")
     first_commit = hub.head("tost/tiny")
     second_folder = language_folder(folder.with_name("later"), seed=1)
-    clients.command("publish", second_folder, "tost/tiny", token=hub.token).check()
+    clients.publish(second_folder, "tost/tiny")
     return {"v1": (folder, first_commit), "main": (second_folder, hub.head("tost/tiny"))}
-
-
-def outputs_equal(actual: dict, expected: dict) -> bool:
-    """Whether two clients' outputs are bitwise equal; fails with the client's log if it could not load."""
-    assert isinstance(actual, dict), actual.output
-    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 def test_one_commit_per_publication(hub, published_revisions):
@@ -58,47 +45,37 @@ def test_one_commit_per_publication(hub, published_revisions):
 
 
 def test_published_models_load(hub, clients, folder, published_revisions, expected_outputs):
-    """The latest revision, a tag, a commit hash and a branch load their respective weights."""
-    latest_outputs = clients.load(published_revisions["main"][0])
-    assert not outputs_equal(latest_outputs, expected_outputs)
-    assert outputs_equal(clients.load("tost/tiny"), latest_outputs)
-    for revision in ("v1", published_revisions["v1"][1]):
-        assert outputs_equal(clients.load("tost/tiny", revision=revision), expected_outputs)
-    head = hub.head("tost/tiny")
-    clients.command("publish", folder, "tost/tiny", "--revision", "dev", token=hub.token).check()
-    assert hub.head("tost/tiny") == head != hub.head("tost/tiny", "dev")
-    assert outputs_equal(clients.load("tost/tiny", revision="dev"), expected_outputs)
+    """The latest revision, a tag, a commit, a branch and a pull request load their respective weights."""
+    main_folder, head = published_revisions["main"]
+    clients.publish(folder, "tost/tiny", "--revision", "dev")
+    assert "/tost/tiny/discussions/1" in clients.publish(folder, "tost/tiny", "--create-pr").output
+    assert hub.commits("tost/tiny", "dev")[1] == hub.commits("tost/tiny", "refs/pr/1")[1] == hub.head("tost/tiny") == head
+    latest_outputs = clients.load("tost/tiny")
+    assert equal_outputs(latest_outputs, clients.load(main_folder)) and not equal_outputs(latest_outputs, expected_outputs)
+    for revision in ("v1", published_revisions["v1"][1], "dev", "refs/pr/1"):
+        assert equal_outputs(clients.load("tost/tiny", revision=revision), expected_outputs)
     result = clients.load("tost/tiny", revision="v2")
     assert result.status == 1 and "v2" in result.output and "OSError" in result.output
 
 
 def test_sharded_weights(hub, clients, folder, expected_outputs, tmp_path):
-    sharded_folder = language_folder(tmp_path / "shards", max_shard_size="40KB")
-    clients.command("publish", sharded_folder, "tost/shards", token=hub.token).check()
+    clients.publish(language_folder(tmp_path / "shards", max_shard_size="40KB"), "tost/shards")
     shard_names = [name for name in hub.files("tost/shards") if name.endswith(".safetensors")]
     assert len(shard_names) >= 3 and "model.safetensors.index.json" in hub.files("tost/shards")
-    assert outputs_equal(clients.load("tost/shards"), expected_outputs)
+    assert equal_outputs(clients.load("tost/shards"), expected_outputs)
 
     # unsharded weights replace the shards in one commit
     head = hub.head("tost/shards")
-    clients.command("publish", folder, "tost/shards", "--without-code", token=hub.token).check()
+    clients.publish(folder, "tost/shards", "--without-code")
     assert hub.commits("tost/shards")[1] == head
     assert hub.files("tost/shards") == contents(folder)
-    assert outputs_equal(clients.load("tost/shards"), expected_outputs)
-
-
-def test_dry_run_sends_nothing(hub, clients, folder):
-    num_requests = len(hub.requests)
-    result = clients.command("publish", folder, "tost/dry", "--dry-run", token=hub.token).check()
-    assert len(hub.requests) == num_requests
-    assert all(name in result.output for name in contents(folder)) and "nothing was sent" in result.output
+    assert equal_outputs(clients.load("tost/shards"), expected_outputs)
 
 
 def test_tags_are_not_moved(hub, clients, published_revisions, folder):
-    head = hub.head("tost/tiny")
     result = clients.command("publish", folder, "tost/tiny", "--tag", "v1", token=hub.token)
     assert result.status == 1 and "already" in result.output
-    assert hub.head("tost/tiny") == head and hub.head("tost/tiny", "v1") == published_revisions["v1"][1]
+    assert [hub.head("tost/tiny", name) for name in ("v1", "main")] == [published_revisions[n][1] for n in ("v1", "main")]
 
 
 def test_only_changes_are_uploaded(hub, clients, tmp_path):
@@ -106,31 +83,23 @@ def test_only_changes_are_uploaded(hub, clients, tmp_path):
     folder = language_folder(tmp_path / "model")
     other_files = {"adapter_model.safetensors": b"theirs", "results.json": b"{}"}
     hub.create("tost/again", other_files | {"model-00001-of-00002.safetensors": b"old", "model.safetensors.index.json": b"{}"})
-    clients.command("publish", folder, "tost/again", "--without-code", token=hub.token).check()
+    clients.publish(folder, "tost/again", "--without-code")
     assert hub.files("tost/again") == contents(folder) | other_files
     head, num_requests = hub.head("tost/again"), len(hub.requests)
-    assert "all of it already" in clients.command("publish", folder, "tost/again", "--without-code", token=hub.token).output
+    assert "all of it already" in clients.publish(folder, "tost/again", "--without-code").output
     assert hub.head("tost/again") == head
     (folder / "README.md").write_text(CARD + "\nMore words.\n")
-    clients.command("publish", folder, "tost/again", "--without-code", token=hub.token).check()
+    clients.publish(folder, "tost/again", "--without-code")
     assert hub.commits("tost/again")[1] == head and hub.files("tost/again")["README.md"].endswith(b"More words.\n")
     assert not any(request.method == "PUT" for request in hub.requests[num_requests:])
 
 
 def test_private_repository(hub, clients, folder, expected_outputs):
-    clients.command("publish", folder, "tost/private", "--private", token=hub.token).check()
+    clients.publish(folder, "tost/private", "--private")
     assert hub.repositories["tost/private"].private
-    assert outputs_equal(clients.load("tost/private", token=hub.token), expected_outputs)
+    assert equal_outputs(clients.load("tost/private", token=hub.token), expected_outputs)
     assert clients.load("tost/private").status == 1
     clients.command("verify", "tost/private", token=hub.token).check()
-
-
-def test_pull_request(hub, clients, published_revisions, folder, expected_outputs):
-    head = hub.head("tost/tiny")
-    result = clients.command("publish", folder, "tost/tiny", "--create-pr", token=hub.token).check()
-    assert "/tost/tiny/discussions/1" in result.output
-    assert hub.head("tost/tiny") == head == hub.commits("tost/tiny", "refs/pr/1")[1]
-    assert outputs_equal(clients.load("tost/tiny", revision="refs/pr/1"), expected_outputs)
 
 
 # the client sleeps for seconds between its retries
@@ -148,7 +117,7 @@ def test_failing_server(hub, clients, tmp_path, path, status):
     assert result.status == 1 and "Traceback" not in result.output, result.output
     assert result.output.count("tost-hf: error: ") == 1, result.output
     assert hub.head(name) == head
-    clients.command("publish", folder, name, "--without-code", token=hub.token).check()
+    clients.publish(folder, name, "--without-code")
     assert hub.commits(name)[1] == head and hub.files(name) == contents(folder)
 
 
@@ -159,39 +128,34 @@ def test_missing_permissions(hub, clients, folder, token):
     assert "Traceback" not in result.output and "tost/new" not in hub.repositories
 
 
-@needs_auto_processor
-def test_image_model(hub, clients, tmp_path):
-    folder = vision_folder(tmp_path)
-    clients.command("publish", folder, "tost/images", token=hub.token).check()
-    assert outputs_equal(
-        clients.load("tost/images", "AutoModelForImageClassification"), clients.load(folder, "AutoModelForImageClassification")
-    )
-    classify = """
+CLASSIFY = """
 from PIL import Image
 picture = Image.linear_gradient("L")
 actual, expected = (transformers.pipeline("image-classification", model=name)(picture) for name in argv)
 assert actual == expected and len(actual) == 5, (actual, expected)
 """
-    clients.run(classify, "tost/images", folder).check()
+
+
+@needs_auto_processor
+def test_image_model(clients, tmp_path):
+    clients.publish(vision_folder(tmp_path), "tost/images")
+    clients.run(CLASSIFY, "tost/images", tmp_path).check()
 
 
 def test_verify_and_info(clients, published_revisions):
-    for source in ("tost/tiny", published_revisions["v1"][0]):
-        result = clients.command("verify", source)
-        assert result.status == 0 and "FAILED" not in result.output, result.output
-        result = clients.command("info", source)
-        assert result.status == 0 and "apache-2.0" in result.output
-        assert f"{language_model().num_parameters():,}" in result.output
+    assert "FAILED" not in clients.command("verify", "tost/tiny").check().output
+    output = clients.command("info", "tost/tiny").check().output
+    assert "apache-2.0" in output and f"{language_model().num_parameters():,}" in output
     for command in ("verify", "info"):
         failure = clients.command(command, "tost/nowhere")
         assert failure.status == 1 and "tost/nowhere" in failure.output and "Traceback" not in failure.output
 
 
-def test_verify_detects_a_corrupted_file(clients, published_revisions):
+def test_verify_detects_a_corrupted_file(hub, clients, folder):
     """`tost-hf verify` names a file whose bytes differ from the repository's."""
-    clients.command("verify", "tost/tiny").check()
-    commit = published_revisions["main"][1]
-    path = clients.folder / f"home/hub/models--tost--tiny/snapshots/{commit}/tokenizer.json"
-    path.resolve().write_bytes(path.read_bytes() + b" ")
-    result = clients.command("verify", "tost/tiny")
+    clients.publish(folder, "tost/corrupted", "--without-code")
+    clients.command("verify", "tost/corrupted").check()
+    snapshot = clients.folder / "home/hub/models--tost--corrupted/snapshots" / hub.head("tost/corrupted")
+    (snapshot / "tokenizer.json").resolve().write_bytes(b"{}")
+    result = clients.command("verify", "tost/corrupted")
     assert result.status == 1 and "tokenizer.json." in result.output, result.output

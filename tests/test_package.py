@@ -74,15 +74,6 @@ def test_code_files_are_the_imported_files(model_type):
         assert hasattr(importlib.import_module(f"tost_hf.model.{module}"), class_name)
 
 
-def test_remote_code_imports_only_its_own_files_of_the_package():
-    """Published models have these files in one folder, without the package and possibly without Triton."""
-    for name in REMOTE_CODE:
-        source = (ROOT / "src/tost_hf/model" / name).read_text()
-        assert set(re.findall(r"^\s*from\s+\.(\S*)\s+import", source, re.MULTILINE)) <= {f[:-3] for f in REMOTE_CODE}, name
-        assert not re.search(r"^\s*(from|import)\s+tost_hf", source, re.MULTILINE), name
-        assert not re.search(r"^(from|import)\s+triton", source, re.MULTILINE), name
-
-
 # The modules of transformers that remote code imports at the top level: every published model depends on them. Other modules
 # are imported where they are used (masking_utils, by attention layers) or reimplemented (eager attention).
 TOP_LEVEL_IMPORTS = {
@@ -103,15 +94,21 @@ TOP_LEVEL_IMPORTS = {
 }
 
 
-def test_remote_code_imports_public_modules_of_transformers():
-    imported = set()
+def test_imports_of_remote_code():
+    """Published models have these files in one folder, without the package and possibly without Triton."""
+    own_modules, top_level_modules = {name.removesuffix(".py") for name in REMOTE_CODE}, set()
     for name in REMOTE_CODE:
-        for node in ast.parse((ROOT / "src/tost_hf/model" / name).read_text()).body:  # not inside functions
-            if isinstance(node, ast.Import):
-                imported |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                imported.add(node.module)
-    assert {name for name in imported if name.partition(".")[0] == "transformers"} == set(TOP_LEVEL_IMPORTS)
+        tree = ast.parse((ROOT / "src/tost_hf/model" / name).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1 and node.module in own_modules, name
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                modules = {node.module} if isinstance(node, ast.ImportFrom) else {alias.name for alias in node.names}
+                assert not any(module.partition(".")[0] == "tost_hf" for module in modules), name
+                if node in tree.body:  # not inside functions or `try`
+                    top_level_modules |= modules
+    assert not any(module.partition(".")[0] == "triton" for module in top_level_modules)
+    assert {name for name in top_level_modules if name.partition(".")[0] == "transformers"} == set(TOP_LEVEL_IMPORTS)
 
 
 def test_only_the_converter_reads_pickles():

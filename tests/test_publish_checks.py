@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_clients import language_folder
+from hub_clients import contents, language_folder
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -19,93 +19,99 @@ from tost_hf.model.base_tost import code_files
 EVIL = "evil/repo--module.Evil"
 
 
-def write_file(name: str, data: bytes):
-    return lambda folder: (folder / name).write_bytes(data)
-
-
-def copy_file(source: str, target: str):
-    return lambda folder: shutil.copy(folder / source, folder / target)
-
-
-def remove_file(name: str):
-    return lambda folder: (folder / name).unlink()
-
-
-def edit_json(name: str, **changes):
-    return lambda folder: (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
+def edit_file(path: Path, content) -> None:
+    """Deletes a file (None), writes a text, changes fields of a JSON file (a dict), or calls a function with the path."""
+    if content is None:
+        path.unlink()
+    elif isinstance(content, str):
+        path.write_text(content)
+    elif isinstance(content, dict):
+        path.write_text(json.dumps(json.loads(path.read_text()) | content))
+    else:
+        content(path)
 
 
 def edit_weights(change):
-    def edit(folder):
-        weights = load_file(folder / "model.safetensors")
+    def edit(path):
+        weights = load_file(path)
         change(weights)
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(weights, path, metadata={"format": "pt"})
 
     return edit
 
 
-def edit_weight(key: str, compute):
-    def edit(weights):
-        name = next(name for name in weights if key in name)
-        weights[name] = compute(weights[name])
-
-    return edit_weights(edit)
+def edit_weight(compute, name: str = "model.layers.0.self_attn.in_proj.weight"):
+    return edit_weights(lambda weights: weights.update({name: compute(weights[name])}))
 
 
-def rename_weights(folder):
-    (folder / "model.safetensors").rename(folder / "w.safetensors")
-    edit_json("config.json", transformers_weights="w.safetensors")(folder)
+def set_last_position_to_nan(weights):
+    weights["model.embed_positions.weight"][-1] = float("nan")  # the test run does not reach it
 
 
-def enlarge_tokenizer(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def rename_weights(path):
+    path.rename(path.with_name("w.safetensors"))
+    edit_file(path.with_name("config.json"), {"transformers_weights": "w.safetensors"})
+
+
+def enlarge_tokenizer(path):
+    tokenizer = AutoTokenizer.from_pretrained(path.parent)
     tokenizer.add_tokens([f"<{i}>" for i in range(321 - len(tokenizer))])
-    tokenizer.save_pretrained(folder)
+    tokenizer.save_pretrained(path.parent)
 
 
-FAULTS = {  # an edit of the folder, and a word of the error message
-    "token": (write_file("README.md", b"---\nlicense: mit\n---\nhf_" + b"aB3" * 12), "token"),
-    "no-card": (remove_file("README.md"), "card"),
-    "card-metadata": (write_file("README.md", b"---\nlicense: [apache\n---\n"), "README.md"),
-    "no-licence": (write_file("README.md", b"no metadata"), "licence"),
-    "unfilled-card": (write_file("README.md", b"---\nlicense: mit\n---\n[More Information Needed]"), "unfilled"),
-    "no-config": (remove_file("config.json"), "config.json"),
-    "config-garbage": (write_file("config.json", b"{"), "JSON"),
-    "another-model": (edit_json("config.json", model_type="gpt2"), "gpt2"),
-    "another-class": (edit_json("config.json", architectures=["GPT2Model"]), "GPT2Model"),
-    "wrong-size": (edit_json("config.json", hidden_size="abc"), "hidden_size"),
-    "no-weights": (remove_file("model.safetensors"), "model.safetensors"),
-    "truncated-weights": (write_file("model.safetensors", b"\x08"), "loaded"),
-    # at a position that the test run does not reach
-    "nan": (edit_weight("embed_positions", lambda x: x.index_fill(0, torch.tensor(len(x) - 1), float("nan"))), "NaN"),
-    "overflow": (edit_weight("in_proj", lambda x: x * 1e37), "output"),
-    "tensor-missing": (edit_weights(lambda weights: weights.popitem()), "lacks"),
-    "extra-tensor": (edit_weights(lambda weights: weights.update(more=torch.ones(2))), "more"),
-    "other-shape": (edit_json("config.json", vocab_size=321), "shape"),
-    "tokenizer-garbage": (write_file("tokenizer.json", b"garbage"), "tokenizer"),
-    "tokenizer-missing": (remove_file("tokenizer.json"), "tokenizer"),
-    "tokenizer-too-large": (enlarge_tokenizer, "320"),
-    "generation-garbage": (write_file("generation_config.json", b"{"), "generation_config"),
-    "auto-map-of-another-repository": (edit_json("config.json", auto_map={"AutoModelForCausalLM": EVIL}), "auto_map"),
-    "auto-map-of-a-tokenizer": (edit_json("tokenizer_config.json", auto_map={"AutoTokenizer": [EVIL, None]}), "auto_map"),
-    "pipeline": (edit_json("config.json", custom_pipelines={"text-generation": {"impl": "a.B"}}), "custom_pipelines"),
-    "generate": (edit_json("generation_config.json", custom_generate="evil/repo"), "custom_generate"),
-    "generation-mode": (edit_json("generation_config.json", penalty_alpha=0.6), "penalty_alpha"),
-    "kernel": (edit_json("config.json", _attn_implementation={"": "evil/kernel"}), "attn_implementation"),
-    "weights-of-another-name": (rename_weights, "transformers_weights"),
-    "configuration-of-another-name": (
-        edit_json("config.json", configuration_files=["config.4.0.0.json"]),
-        "configuration_files",
-    ),
-    "tokenizer-of-another-name": (edit_json("tokenizer_config.json", fast_tokenizer_files=["a.json"]), "fast_tokenizer_files"),
-    "adapter": (write_file("adapter_config.json", b'{"base_model_name_or_path": "a/b"}'), "base_model_name_or_path"),
-    "old-shard": (copy_file("model.safetensors", "model-00001-of-00001.safetensors"), "model-00001-of-00001"),
-    "index-and-model": (write_file("model.safetensors.index.json", b"{}"), "more than one model"),
-    "integers": (edit_weight("in_proj", lambda x: x.to(torch.int8)), "I8"),
-    "booleans": (edit_weight("in_proj", lambda x: x.to(torch.bool)), "BOOL"),
-    "complex-numbers": (edit_weight("in_proj", lambda x: x.to(torch.complex64)), "C64"),
-    "8-bit-floats": (edit_weight("in_proj", lambda x: x.to(torch.float8_e4m3fn)), "F8_E4M3"),
-    "a-later-key": (edit_json("tokenizer_config.json", a_later_key=[{"b": EVIL}]), "Evil"),
+def link_out_of_folder(path):
+    target = path.parent.with_name("target")
+    target.write_text("private")
+    if path.exists():
+        path.replace(target)
+    path.symlink_to(target)
+    path.with_name("README.md").write_text("---\nlicense: mit\n---\n![loss](curve.png)\n")
+
+
+WEIGHTS = "model.safetensors"
+FAULTS = {  # a file, the argument of `edit_file`, and a word of the error message
+    "token": ("README.md", "---\nlicense: mit\n---\nhf_" + "aB3" * 12, "token"),
+    "no-card": ("README.md", None, "card"),
+    "card-metadata": ("README.md", "---\nlicense: [apache\n---\n", "README.md"),
+    "no-license": ("README.md", "no metadata", "license"),
+    "unfilled-card": ("README.md", "---\nlicense: mit\n---\n[More Information Needed]", "unfilled"),
+    "no-config": ("config.json", None, "config.json"),
+    "config-garbage": ("config.json", "{", "JSON"),
+    "another-model": ("config.json", {"model_type": "gpt2"}, "gpt2"),
+    "another-class": ("config.json", {"architectures": ["GPT2Model"]}, "GPT2Model"),
+    "wrong-size": ("config.json", {"hidden_size": "abc"}, "hidden_size"),
+    "no-weights": (WEIGHTS, None, WEIGHTS),
+    "truncated-weights": (WEIGHTS, "\x08", "loaded"),
+    "nan": (WEIGHTS, edit_weights(set_last_position_to_nan), "NaN"),
+    "overflow": (WEIGHTS, edit_weight(lambda x: x * 1e37), "output"),
+    "tensor-missing": (WEIGHTS, edit_weights(lambda weights: weights.popitem()), "lacks"),
+    "extra-tensor": (WEIGHTS, edit_weights(lambda weights: weights.update(more=torch.ones(2))), "more"),
+    "integers": (WEIGHTS, edit_weight(lambda x: x.to(torch.int8)), "I8"),
+    "booleans": (WEIGHTS, edit_weight(lambda x: x.to(torch.bool)), "BOOL"),
+    "complex-numbers": (WEIGHTS, edit_weight(lambda x: x.to(torch.complex64)), "C64"),
+    "8-bit-floats": (WEIGHTS, edit_weight(lambda x: x.to(torch.float8_e4m3fn)), "F8_E4M3"),
+    "old-shard": (WEIGHTS, lambda path: shutil.copy(path, path.with_stem("model-00001-of-00001")), "model-00001-of-00001"),
+    "index-and-model": ("model.safetensors.index.json", "{}", "more than one model"),
+    "other-shape": ("config.json", {"vocab_size": 321}, "shape"),
+    "tokenizer-garbage": ("tokenizer.json", "garbage", "tokenizer"),
+    "tokenizer-missing": ("tokenizer.json", None, "tokenizer"),
+    "tokenizer-too-large": ("tokenizer.json", enlarge_tokenizer, "320"),
+    "generation-garbage": ("generation_config.json", "{", "generation_config"),
+    "auto-map-of-another-repository": ("config.json", {"auto_map": {"AutoModelForCausalLM": EVIL}}, "auto_map"),
+    "auto-map-of-a-tokenizer": ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": [EVIL, None]}}, "auto_map"),
+    "pipeline": ("config.json", {"custom_pipelines": {"text-generation": {"impl": "a.B"}}}, "custom_pipelines"),
+    "generate": ("generation_config.json", {"custom_generate": "evil/repo"}, "custom_generate"),
+    "generation-mode": ("generation_config.json", {"penalty_alpha": 0.6}, "penalty_alpha"),
+    "kernel": ("config.json", {"_attn_implementation": {"": "evil/kernel"}}, "attn_implementation"),
+    "weights-of-another-name": (WEIGHTS, rename_weights, "transformers_weights"),
+    "configuration-of-another-name": ("config.json", {"configuration_files": ["config.4.0.0.json"]}, "configuration_files"),
+    "tokenizer-of-another-name": ("tokenizer_config.json", {"fast_tokenizer_files": ["a.json"]}, "fast_tokenizer_files"),
+    "a-later-key": ("tokenizer_config.json", {"a_later_key": [{"b": EVIL}]}, "Evil"),
+    "adapter": ("adapter_config.json", '{"base_model_name_or_path": "a/b"}', "base_model_name_or_path"),
+    **{
+        f"link-{x}": (x, link_out_of_folder, f"{x} is a link")
+        for x in ("LICENSE", "chat_template.jinja", "curve.png", WEIGHTS)
+    },
 }
 
 
@@ -127,54 +133,46 @@ def check_rejected(folder, word):
     assert any(word in detail for detail in details), details
 
 
-@pytest.mark.parametrize(("introduce_fault", "word"), FAULTS.values(), ids=FAULTS)
-def test_rejected_folders(folder, introduce_fault, word):
-    introduce_fault(folder)
+@pytest.mark.parametrize(("name", "content", "word"), FAULTS.values(), ids=FAULTS)
+def test_rejected_folders(folder, name, content, word):
+    edit_file(folder / name, content)
     check_rejected(folder, word)
 
 
-def rename_shard(folder, name):
-    """Renames the first of the shards, also in the index: transformers loads the same model."""
-    index, shard = folder / "model.safetensors.index.json", min(folder.glob("model-*"))
-    index.write_text(index.read_text().replace(shard.name, name))
-    shard.rename(folder / name)
+def rename_to(name):
+    """Renames a shard, also in the index: transformers loads the same model."""
+
+    def rename(shard):
+        edit_file(index := shard.with_name(INDEX), index.read_text().replace(shard.name, name))
+        shard.rename(shard.parent / name)
+
+    return rename
 
 
-def store_twice(folder):
-    """Stores a tensor, with another value, in a second shard; the index names the first."""
-    first, second = sorted(folder.glob("model-*"))[:2]
-    name, tensor = load_file(first).popitem()
+def store_twice(shard):
+    """Stores a tensor, with another value, in the next shard; the index names the first."""
+    name, tensor = load_file(shard).popitem()
+    second = shard.with_name(SHARD.replace("00001", "00002"))
     save_file(load_file(second) | {name: 2 * tensor}, second, metadata={"format": "pt"})
 
 
+INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00004.safetensors"
 SHARD_FAULTS = {
-    "missing": (lambda folder: next(folder.glob("model-00002*")).unlink(), "model-00002"),
-    "of-another-name": (lambda folder: rename_shard(folder, "part.safetensors"), "names 'part"),
-    "out-of-the-folder": (lambda folder: rename_shard(folder, "../model-00001-of-00004.safetensors"), "names '../model"),
-    "pickle": (lambda folder: rename_shard(folder, "shard.bin"), "names 'shard"),
-    "tensor-twice": (store_twice, "differs from model-00002"),
-    "old": (copy_file("model-00001-of-00004.safetensors", "model-00009-of-00009.safetensors"), "model-00009"),
-    "index-garbage": (write_file("model.safetensors.index.json", b'{"metadata": {}, "weight_map": 1}'), "index.json"),
+    "missing": (SHARD, None, "model-00001"),
+    "of-another-name": (SHARD, rename_to("part.safetensors"), "names 'part"),
+    "out-of-the-folder": (SHARD, rename_to(f"../{SHARD}"), "names '../model"),
+    "pickle": (SHARD, rename_to("shard.bin"), "names 'shard"),
+    "tensor-twice": (SHARD, store_twice, "differs from model-00002"),
+    "old": (SHARD, lambda path: shutil.copy(path, path.with_stem("model-00009-of-00009")), "model-00009"),
+    "index-garbage": (INDEX, {"weight_map": 1}, "index.json"),
 }
 
 
-@pytest.mark.parametrize(("introduce_fault", "word"), SHARD_FAULTS.values(), ids=SHARD_FAULTS)
-def test_rejected_shards(tmp_path, introduce_fault, word):
+@pytest.mark.parametrize(("name", "content", "word"), SHARD_FAULTS.values(), ids=SHARD_FAULTS)
+def test_rejected_shards(tmp_path, name, content, word):
     folder = language_folder(tmp_path / "model", max_shard_size="40KB")
-    introduce_fault(folder)
+    edit_file(folder / name, content)
     check_rejected(folder, word)
-
-
-@pytest.mark.parametrize("name", ["LICENSE", "chat_template.jinja", "curve.png", "model.safetensors"])
-def test_links_out_of_the_folder_are_rejected(folder, name):
-    (folder / "README.md").write_text("---\nlicense: mit\n---\n![loss](curve.png)\n")
-    target = folder.with_name("target")
-    if (folder / name).exists():
-        (folder / name).rename(target)
-    else:
-        target.write_text("private")
-    (folder / name).symlink_to(target)
-    check_rejected(folder, name)
 
 
 def test_space_with_a_link_out_of_the_folder_is_rejected(tmp_path):
@@ -219,7 +217,7 @@ COMMANDS = (["info"], ["card", "--overwrite"], ["inspect", "text", "--out", "out
 def test_all_commands_reject_foreign_code(folder, command, capsys, monkeypatch):
     if command[0] == "export":
         pytest.importorskip("onnxscript", reason="an export to ONNX needs the extra `export`")
-    edit_json("config.json", _attn_implementation={"": "evil/kernel"})(folder)
+    edit_file(folder / "config.json", {"_attn_implementation": {"": "evil/kernel"}})
     monkeypatch.chdir(folder.parent)
     assert main([command[0], str(folder), *command[1:]]) == 1
     assert "attn_implementation" in capsys.readouterr().err and not Path("out").exists()
@@ -231,12 +229,13 @@ def test_harmless_occurrences_of_code_keys(folder):
     content["model"]["vocab"] |= {"auto_map": 300, "a--b.c": 302}
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "run_arguments.json").write_text(json.dumps({"command": "a--b.c", "auto_map": "x"}))
-    edit_json("generation_config.json", num_beam_groups=1, penalty_alpha=0.0, num_beams=20000, max_new_tokens=10**9)(folder)
+    changes = {"num_beam_groups": 1, "penalty_alpha": 0.0, "num_beams": 20000, "max_new_tokens": 10**9}
+    edit_file(folder / "generation_config.json", changes)
     publish(folder, "tost/valid", dry_run=True)
     assert all(check.passed for check in verify(folder)), verify(folder)  # with generation settings of its own, not these
 
 
-def test_uploaded_and_left_out_files(folder):
+def test_uploaded_and_left_out_files(valid_folder, folder):
     """Uploads the card's pictures, records and the package's source files, but no by-products of training."""
     extra_files = {"LICENSE", "curve.png", "trainer_state.json", "chat_template.jinja", "additional_chat_templates/tool.jinja"}
     left_out = {"other.png", "training_args.bin", "notes.txt", ".env", "checkpoint-10/config.json", "runs/events", "evil.py"}
@@ -247,14 +246,7 @@ def test_uploaded_and_left_out_files(folder):
     (folder / "README.md").write_text("---\nlicense: mit\n---\n![loss](curve.png)\n")
     names_before = {path.name for path in folder.iterdir()}
     result = publish(folder, "tost/valid", dry_run=True)
-    model_files = {
-        "README.md",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+    model_files = set(contents(valid_folder))
     assert set(result.uploaded) == extra_files | model_files | set(code_files("tost"))
     assert set(result.left_out) == {name.split("/")[0] + "/" * ("/" in name) for name in left_out}
     without_code = publish(folder, "tost/valid", dry_run=True, with_code=False)
@@ -263,8 +255,11 @@ def test_uploaded_and_left_out_files(folder):
 
 
 def test_verify_fails_for_modified_code(tmp_path):
+    """Without running it; `publish` uploads the package's files instead."""
     folder = language_folder(tmp_path / "model", with_code=True)
     assert all(check.passed for check in verify(folder)), verify(folder)
-    (folder / "tssa_reference.py").write_text("# an older version")
+    code = (folder / "modeling_tost.py").read_text()
+    (folder / "modeling_tost.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n{code}")
     assert [check.name for check in verify(folder) if not check.passed] == ["code"]
-    assert publish(folder, "tost/valid", dry_run=True).num_parameters > 0  # it uploads the package's files
+    assert publish(folder, "tost/valid", dry_run=True).num_parameters > 0
+    assert not (tmp_path / "marker").exists()

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hub_clients import CARD, Client, Clients, language_folder, language_model, save_tokenizer, vision_folder
+from hub_clients import (
+    Client,
+    Clients,
+    equal_outputs,
+    language_folder,
+    language_model,
+    save_tokenizer,
+    save_with_card,
+    vision_folder,
+)
 from safetensors.torch import load_file
 
 import tost_hf
@@ -20,15 +29,8 @@ TRUST = {"trust_remote_code": True}
 
 
 @pytest.fixture(scope="module")
-def clients(hub, tmp_path_factory):
-    """Client processes with the package."""
-    with Clients(hub, tmp_path_factory.mktemp("clients")) as clients:
-        yield clients
-
-
-@pytest.fixture(scope="module")
-def without_package(tmp_path_factory):
-    """Options and environment of a Python with all packages of this one except tost_hf.
+def bare_clients(hub, tmp_path_factory):
+    """Client processes with all packages of this one except tost_hf.
 
     `-S` ignores the .pth files of editable installations; a folder of links replaces site-packages.
     """
@@ -37,27 +39,18 @@ def without_package(tmp_path_factory):
         for entry in sorted(Path(folder).iterdir()):
             if "tost_hf" not in entry.name and not (packages / entry.name).exists():
                 (packages / entry.name).symlink_to(entry)
-    return {"preload": "", "options": ("-S",), "PYTHONPATH": str(packages)}
-
-
-@pytest.fixture(scope="module")
-def bare_clients(hub, tmp_path_factory, without_package):
-    """Client processes without the package."""
-    with Clients(hub, tmp_path_factory.mktemp("bare_clients"), **without_package) as clients:
+    with Clients(hub, tmp_path_factory.mktemp("bare_clients"), options=("-S",), PYTHONPATH=str(packages)) as clients:
         yield clients
 
 
 def classifier_folder(folder: Path) -> Path:
-    language_model(model_class=tost_hf.ToSTForSequenceClassification, num_labels=3, pad_token_id=0).save_pretrained(folder)
-    (folder / "README.md").write_text(CARD)
-    return folder
+    model = language_model(model_class=tost_hf.ToSTForSequenceClassification, num_labels=3, pad_token_id=0)
+    return save_with_card(model, folder)
 
 
 def encoder_folder(folder: Path) -> Path:
     fields = {"is_causal": False, "num_labels": 3, "pad_token_id": 0}
-    language_model(model_class=tost_hf.ToSTForTokenClassification, **fields).save_pretrained(folder)
-    (folder / "README.md").write_text(CARD)
-    return folder
+    return save_with_card(language_model(model_class=tost_hf.ToSTForTokenClassification, **fields), folder)
 
 
 MODELS = {
@@ -69,29 +62,16 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def published(hub, clients, tmp_path_factory):
-    """Publishes a model of an Auto class as tost/CLASS, once; returns the results of the package for it."""
+def published(clients, tmp_path_factory):
+    """Publishes a model of an Auto class as tost/CLASS, once; returns the outputs of the package for it."""
 
     @functools.cache
     def publish(auto_class: str) -> dict[str, torch.Tensor]:
         folder = MODELS[auto_class](tmp_path_factory.mktemp("model"))
-        clients.command("publish", folder, f"tost/{auto_class}", token=hub.token).check()
+        clients.publish(folder, f"tost/{auto_class}")
         return clients.load(folder, auto_class)
 
     return publish
-
-
-@pytest.fixture(scope="module")
-def causal_lm_results(published):
-    """Publishes tost/AutoModelForCausalLM, the repository of most tests; returns the results of the package for it."""
-    return published("AutoModelForCausalLM")
-
-
-def equal_results(actual, expected) -> bool:
-    """Bit for bit; fails with the output of a client that could not load the model."""
-    for results in (actual, expected):
-        assert isinstance(results, dict), results.output
-    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 def is_rejected(outcome) -> bool:
@@ -100,20 +80,18 @@ def is_rejected(outcome) -> bool:
 
 @pytest.mark.parametrize("auto_class", MODELS)
 def test_remote_code_equals_the_package_bit_for_bit(clients, bare_clients, published, auto_class):
-    """Logits, hidden states of AutoModel, tokens generated with a cache."""
+    """Logits, hidden states of AutoModel, feature maps of AutoBackbone, tokens generated with a cache."""
     expected = published(auto_class)
     actual = bare_clients.load(f"tost/{auto_class}", auto_class, **TRUST)
-    assert equal_results(actual, expected)
+    assert equal_outputs(actual, expected)
     assert ("generated" in actual) == (auto_class == "AutoModelForCausalLM")
     arguments = (f"tost/{auto_class}", "AutoModel")
-    assert equal_results(bare_clients.load(*arguments, **TRUST), clients.load(*arguments))
-
-
-def test_published_classifier_loads_as_backbone(clients, bare_clients, published):
-    published("AutoModelForImageClassification")
-    arguments = ("tost/AutoModelForImageClassification", "AutoBackbone")
-    actual = bare_clients.load(*arguments, out_indices=[0, 2], **TRUST)
-    assert actual.keys() == {"map 0", "map 1"} and equal_results(actual, clients.load(*arguments, out_indices=[0, 2]))
+    assert equal_outputs(bare_clients.load(*arguments, **TRUST), clients.load(*arguments))
+    if auto_class == "AutoModelForImageClassification":
+        arguments = (f"tost/{auto_class}", "AutoBackbone")
+        actual = bare_clients.load(*arguments, out_indices=[0, 2], **TRUST)
+        assert actual.keys() == {"map 0", "map 1"}
+        assert equal_outputs(actual, clients.load(*arguments, out_indices=[0, 2]))
 
 
 CHECK_LANGUAGE_MODEL = """
@@ -136,7 +114,8 @@ assert generator("import", max_new_tokens=3, do_sample=False)[0]["generated_text
 """
 
 
-def test_config_cache_and_pipeline(bare_clients, causal_lm_results):
+def test_config_cache_and_pipeline(bare_clients, published):
+    published("AutoModelForCausalLM")
     bare_clients.run(CHECK_LANGUAGE_MODEL, "tost/AutoModelForCausalLM").check()
 
 
@@ -162,10 +141,10 @@ def test_saving_and_pushing_a_loaded_model(hub, clients, bare_clients, published
     assert json.loads(files["config.json"])["auto_map"] == json.loads(hub.files(first)["config.json"])["auto_map"]
     assert len(hub.commits(second)) == 2  # the initial commit and one push
     for source in (second, tmp_path / "saved"):
-        assert equal_results(bare_clients.load(source, auto_class, **TRUST), expected)
-        assert equal_results(clients.load(source, auto_class), expected)
+        assert equal_outputs(bare_clients.load(source, auto_class, **TRUST), expected)
+        assert equal_outputs(clients.load(source, auto_class), expected)
     assert not any(name.endswith(".py") for name in hub.files(third))
-    assert equal_results(clients.load(third, auto_class), expected)
+    assert equal_outputs(clients.load(third, auto_class), expected)
     assert is_rejected(bare_clients.load(third, auto_class, **TRUST))
 
 
@@ -197,7 +176,7 @@ task = "text-generation" if auto_class == "AutoModelForCausalLM" else "image-cla
     assert files == set(code_files("tost" if auto_class == "AutoModelForCausalLM" else "tost_vision"))
     if saved_object in ("model", "pipeline"):
         expected = bare_clients.load(tmp_path / "model", auto_class, **TRUST)
-        assert equal_results(bare_clients.load(tmp_path / "copy", auto_class, **TRUST), expected)
+        assert equal_outputs(bare_clients.load(tmp_path / "copy", auto_class, **TRUST), expected)
 
 
 PUBLISHED = Path(__file__).parent / "fixtures" / "published_0.2.0.tar.xz"
@@ -279,8 +258,9 @@ def test_training_a_hybrid_without_the_package(bare_clients, tmp_path):
     bare_clients.run(TRAIN, tmp_path / "model", tmp_path / "trained").check()
 
 
-def test_code_runs_only_with_trust_remote_code(hub, clients, bare_clients, causal_lm_results, tmp_path):
+def test_code_runs_only_with_trust_remote_code(hub, clients, bare_clients, published, tmp_path):
     """With a repository whose source files write a marker file when they run."""
+    expected = published("AutoModelForCausalLM")
     files = hub.files("tost/AutoModelForCausalLM")
     marker = tmp_path / "marker"
     write_marker = f"open({str(marker)!r}, 'w')\n".encode()
@@ -292,12 +272,12 @@ def test_code_runs_only_with_trust_remote_code(hub, clients, bare_clients, causa
 
     # with the package installed the code is not needed, so it does not run even if trusted
     for options in ({}, {"trust_remote_code": False}, TRUST):
-        assert equal_results(clients.load("tost/marked", **options), causal_lm_results)
+        assert equal_outputs(clients.load("tost/marked", **options), expected)
     code = "assert type(transformers.AutoModelForCausalLM.from_pretrained(argv[0])) is tost_hf.ToSTForCausalLM"
     clients.run(code, "tost/marked").check()
     verified = clients.command("verify", "tost/marked")
     assert verified.status == 1 and "1 of 6 checks failed" in verified.output and "code" in verified.output
     assert not marker.exists()
 
-    assert equal_results(bare_clients.load("tost/marked", **TRUST), causal_lm_results)
+    assert equal_outputs(bare_clients.load("tost/marked", **TRUST), expected)
     assert marker.exists()

@@ -5,15 +5,14 @@ import math
 import pytest
 import torch
 from conftest import randomize, small_config, small_vision_config
+from hub_clients import language_folder, language_model
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForSequenceClassification,
     GPT2Config,
-    PreTrainedTokenizerFast,
     pipeline,
 )
 
@@ -28,13 +27,6 @@ def assert_equal_states(actual, expected):
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor), name
-
-
-def edit_weights(folder, edit):
-    """Applies `edit(state)` to the weights in a folder."""
-    state = load_file(folder / "model.safetensors")
-    edit(state)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture
@@ -100,26 +92,14 @@ def test_loading_between_trunk_and_heads(tiny_model, saved, tmp_path):
     assert_equal_states(AutoModelForCausalLM.from_pretrained(tmp_path / "trunk").state_dict(), tiny_model.state_dict())
 
 
-@pytest.fixture
-def text_folder(tiny_model, tmp_path):
-    """A folder with a model and a tokenizer whose words are letters."""
-    words = ["<pad>", "<s>", *"abcdefghijklmnopqrstuvwxyz"]
-    vocab = {word: number for number, word in enumerate(words)} | {f"word{n}": n for n in range(len(words), 97)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tiny_model.save_pretrained(tmp_path)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>").save_pretrained(tmp_path)
-    return tmp_path
-
-
-def test_text_generation_pipeline(tiny_model, text_folder):
-    generate = pipeline("text-generation", model=str(text_folder), device="cpu")
+def test_text_generation_pipeline(tmp_path):
+    generate = pipeline("text-generation", model=str(language_folder(tmp_path)), device="cpu")
     prompt = generate.tokenizer("a b c", return_tensors="pt").input_ids
     settings = {"max_new_tokens": 6, "do_sample": False}
-    expected = tiny_model.generate(prompt, **settings)[0].tolist()
+    expected = language_model().generate(prompt, **settings)[0].tolist()
     assert generate("a b c", return_tensors=True, **settings) == [{"generated_token_ids": expected}]
     # each prompt of a padded batch has the same continuation as alone
-    generate.tokenizer.padding_side = "left"
+    generate.tokenizer.pad_token, generate.tokenizer.padding_side = generate.tokenizer.eos_token, "left"
     batch = generate(["a b c", "d"], batch_size=2, **settings)
     assert batch == [generate("a b c", **settings), generate("d", **settings)]
 
@@ -157,7 +137,7 @@ def test_config_of_another_model(tmp_path):
         ToSTForCausalLM.from_pretrained(tmp_path)
 
 
-# Missing weights are initialised, loaded ones are not ----------------------------------------------------------------
+# Missing weights are initialized, loaded ones are not ----------------------------------------------------------------
 
 MISSING = (
     *(f"layers.1.self_attn.{name}" for name in ("out_proj.weight", "in_proj.weight", "in_proj.bias", "temp", "denom_bias")),
@@ -166,20 +146,14 @@ MISSING = (
 )
 
 
-@pytest.fixture
-def wide_model():
-    """Wide enough to measure the standard deviation of its weights."""
+def test_missing_weights_get_their_initial_values(tmp_path):
+    # wide enough to measure the standard deviation of its weights
     config = small_config(hidden_size=128, max_position_embeddings=32, layer_scale_init_value=0.25, use_bias=True)
-    return randomize(ToSTForCausalLM(config)).eval()
-
-
-def test_missing_weights_get_their_initial_values(wide_model, tmp_path):
-    def drop(state):
-        for name in [name for name in state if name.endswith(MISSING)]:
-            del state[name]
-
-    wide_model.save_pretrained(tmp_path)
-    edit_weights(tmp_path, drop)
+    model = randomize(ToSTForCausalLM(config))
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights = {name: tensor for name, tensor in weights.items() if not name.endswith(MISSING)}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert info["missing_keys"] == {f"model.{name}" for name in MISSING}
     layer = loaded.model.layers[1]
@@ -195,7 +169,7 @@ def test_missing_weights_get_their_initial_values(wide_model, tmp_path):
     assert (layer.self_attn.temp == 1).all() and (layer.self_attn.denom_bias == 0).all()
     assert (layer.self_attn.in_proj.bias == 0).all() and (layer.mlp.down_proj.bias == 0).all()
     assert (layer.attention_layer_scale == 0.25).all() and (layer.mlp_layer_scale == 0.25).all()
-    expected = wide_model.state_dict()
+    expected = model.state_dict()
     for name, tensor in loaded.state_dict().items():
         if name not in info["missing_keys"]:
             assert torch.equal(tensor, expected[name]), name

@@ -42,12 +42,8 @@ def test_completions_and_chat(tmp_path):
             server.terminate()
 
 
-def test_missing_model(tmp_path, capsys):
-    assert main(["serve", str(tmp_path / "absent"), "--device", "cpu"]) == 1
-    assert "absent" in capsys.readouterr().err
-
-
-def test_missing_extra(monkeypatch, capsys):
+def test_missing_model_and_extra(tmp_path, monkeypatch, capsys):
+    command = ["serve", str(tmp_path / "absent"), "--device", "cpu"]
+    assert main(command) == 1 and "absent" in capsys.readouterr().err
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
-    assert main(["serve", "./tost-demo"]) == 1
-    assert "pip install 'tost-hf[serve]'" in capsys.readouterr().err
+    assert main(command) == 1 and "pip install 'tost-hf[serve]'" in capsys.readouterr().err

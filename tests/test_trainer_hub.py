@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from hub_clients import Clients, save_tokenizer
+from hub_clients import save_tokenizer
 from huggingface_hub import ModelCard
 from scripts import EXAMPLES, command_line
 from transformers import Trainer
@@ -62,26 +62,12 @@ def test_gitignore_of_the_output_folder_is_extended(tmp_path, tiny_model, monkey
     assert (tmp_path / ".gitignore").read_text() == "secrets/\n*.log\ntraining_args.bin\n"
 
 
-@pytest.fixture(scope="module")
-def clients(hub, tmp_path_factory):
-    preload = "import datasets, tost_hf.training.trainer"
-    with Clients(hub, tmp_path_factory.mktemp("clients"), preload) as clients:
-        yield clients
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    save_tokenizer(folder)
-    return folder
-
-
 @pytest.fixture
-def train(hub, clients, tokenizer):
-    def run(output_dir, **changes):
-        return clients.run(TRAIN, output_dir, tokenizer, json.dumps(changes), token=hub.token)
-
-    return run
+def train(hub, clients, tmp_path):
+    save_tokenizer(tmp_path / "tokenizer")
+    return lambda output_dir, **changes: clients.run(
+        TRAIN, output_dir, tmp_path / "tokenizer", json.dumps(changes), token=hub.token
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,22 +152,20 @@ def test_overridden_private_methods_exist():
 
 
 @pytest.mark.slow
-def test_run_clm_pushes(hub, tokenizer, tmp_path):
+def test_run_clm_pushes(hub, tmp_path):
     """`run_clm.py --push_to_hub` in a subprocess."""
+    save_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "train.txt").write_text("import os\n" * 400)
     arguments = {
         "config_name": "tost-base",
         "config_overrides": "n_layer=2,n_embd=32,n_head=4,n_positions=32,vocab_size=320",
-        "tokenizer_name": tokenizer,
+        "tokenizer_name": tmp_path / "tokenizer",
         "train_file": tmp_path / "train.txt",
         "block_size": 32,
-        "per_device_train_batch_size": 4,
         "max_steps": 3,
         "save_strategy": "no",
         "output_dir": tmp_path / "out",
-        "use_cpu": True,
-        "do_train": True,
-        "push_to_hub": True,
+        **dict.fromkeys(("use_cpu", "do_train", "push_to_hub"), True),
         "hub_model_id": "tost/clm",
         "hub_token": hub.token,
     }
