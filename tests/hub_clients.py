@@ -143,14 +143,16 @@ class Clients:
         """Runs `tost-hf publish` as the Hub's user, successfully."""
         return self.command("publish", *argv, token=self.hub.token).check()
 
-    def load(self, source, auto_class: str = "AutoModelForCausalLM", **options) -> Client | dict[str, torch.Tensor]:
+    def load(
+        self, source, auto_class: str = "AutoModelForCausalLM", backend: str = "auto", **options
+    ) -> Client | dict[str, torch.Tensor]:
         """Loads a model in another process; returns its outputs or, if it cannot be loaded, the process.
 
-        The cache is new, because an old one would answer requests that the Hub rejects.
+        The cache is new, because an old one would answer requests that the Hub rejects. "torch" compiles no kernels.
         """
         options["cache_dir"] = str(self.folder / f"cache-{self.number}")
         output = self.folder / f"results-{self.number}.safetensors"
-        client = self.run(COMPUTE, auto_class, source, json.dumps(options), output)
+        client = self.run(COMPUTE, auto_class, source, json.dumps(options), output, TOST_HF_BACKEND=backend)
         return load_file(output) if client.status == 0 else client
 
 

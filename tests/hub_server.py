@@ -75,18 +75,11 @@ class Hub:
 
     def environment(self, home: str | os.PathLike, token: str | None = None, **variables: str) -> dict[str, str]:
         """The environment of a process that uses this Hub and no other, with HF_HOME at `home`."""
-        inherited = {
-            key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))
-        }
+        inherited = {name: x for name, x in os.environ.items() if not name.startswith(("HF_", "HUGGING", "TRANSFORMERS_"))}
         switches = ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_UPDATE_CHECK", "OMP_NUM_THREADS")
-        hub_variables = {
-            "HF_ENDPOINT": self.url,
-            "HF_HOME": str(home),
-            "NO_PROXY": "127.0.0.1,localhost",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        hub_variables |= dict.fromkeys(switches, "1") | {"HF_UPDATE_DOWNLOAD_COUNTS": "0"}
-        return inherited | hub_variables | ({"HF_TOKEN": token} if token else {}) | variables
+        loopback = {"HF_ENDPOINT": self.url, "NO_PROXY": "127.0.0.1,localhost", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
+        user = {"HF_HOME": str(home), "CUDA_VISIBLE_DEVICES": ""} | ({"HF_TOKEN": token} if token else {})
+        return inherited | loopback | user | dict.fromkeys(switches, "1") | variables
 
     def create(self, name: str, files: Tree | None = None, private: bool = False) -> str:
         """Creates a repository and returns its head. Its first commit adds .gitattributes, as on the real Hub."""

@@ -38,12 +38,7 @@ RESULT = {
     "num_examples": 1234,
 }
 RECORDS = {
-    "trainer_state.json": {
-        "global_step": 4321,
-        "epoch": 2.5,
-        "train_batch_size": 6,
-        "log_history": [{"eval_loss": 9.9, "step": 10}],
-    },
+    "trainer_state.json": {"global_step": 4321, "train_batch_size": 6, "log_history": [{"eval_loss": 9.9, "step": 10}]},
     "train_results.json": {"train_runtime": 3725.4, "train_samples": 8765, "train_loss": 2.125, "epoch": 2.5},
     "eval_results.json": {
         **{"eval_ema_loss": 1.75, "eval_loss": 1.53125, "eval_accuracy": 0.4375, "perplexity": 4.625},

@@ -8,7 +8,7 @@ import pytest
 from hub_clients import contents, language_folder
 from transformers import AutoModelForCausalLM
 
-from tost_hf.files import check_folder, is_weights_name, staged_folder
+from tost_hf.files import check_folder, staged_folder
 
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
@@ -16,10 +16,6 @@ OTHER_FILES = (
     *("model_old.safetensors", "model-old.safetensors", "model.fp16.safetensors", "model-1-of-2.safetensors"),
     *("adapter_model.safetensors", "notes.safetensors.txt", "notes.txt"),
 )
-
-
-def test_weights_names():
-    assert tuple(filter(is_weights_name, WEIGHTS + OTHER_FILES)) == WEIGHTS
 
 
 def write_files(folder, names, content):

@@ -175,7 +175,10 @@ def test_rejected_shards(tmp_path, name, content, word):
     check_rejected(folder, word)
 
 
-def test_space_with_a_link_out_of_the_folder_is_rejected(tmp_path):
+def test_spaces_that_are_incomplete_or_have_a_link_out_of_the_folder(tmp_path):
+    (tmp_path / "README.md").write_text("{}")
+    with pytest.raises(ValueError, match="is not a page that `tost-hf space` wrote"):
+        publish_space(tmp_path, "tost/page", dry_run=True)
     for name in ("README.md", "space.json", "model/export.json"):
         (tmp_path / "page" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "page" / name).write_text("{}")

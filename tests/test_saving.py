@@ -16,7 +16,7 @@ from transformers import (
     pipeline,
 )
 
-from tost_hf import ToSTForCausalLM
+from tost_hf import ToSTForCausalLM, ToSTModel
 
 
 def random_ids(*shape):
@@ -82,13 +82,15 @@ def test_statistics_parameters_are_float32_in_a_model_of_another_dtype(tiny_conf
 
 def test_loading_between_trunk_and_heads(tiny_model, saved, tmp_path):
     trunk = tiny_model.model.state_dict()
-    assert_equal_states(AutoModel.from_pretrained(saved).state_dict(), trunk)
+    loaded = AutoModel.from_pretrained(saved)
+    assert type(loaded) is ToSTModel
+    assert_equal_states(loaded.state_dict(), trunk)
     classifier, info = AutoModelForSequenceClassification.from_pretrained(saved, num_labels=50, output_loading_info=True)
     assert_equal_states(classifier.model.state_dict(), trunk)
     assert info["missing_keys"] == {"score.weight"} and classifier.score.weight.shape == (50, 32)
     assert classifier.score.weight.std().item() == pytest.approx(0.02, rel=0.1)
     # the other direction: a language model from the folder of a trunk
-    AutoModel.from_pretrained(saved).save_pretrained(tmp_path / "trunk")
+    loaded.save_pretrained(tmp_path / "trunk")
     assert_equal_states(AutoModelForCausalLM.from_pretrained(tmp_path / "trunk").state_dict(), tiny_model.state_dict())
 
 
