@@ -18,7 +18,7 @@ MODELS = OPTIONS | {
     "hybrid": {"layer_types": HYBRID, "num_key_value_heads": 4, "max_position_embeddings": None},
     "uneven vocabulary": {"vocab_size": 98, "max_position_embeddings": 64},
     "uneven MLP": {"intermediate_size": 51},
-    "unnormalised scores": {"normalize_scores": False},
+    "unnormalized scores": {"normalize_scores": False},
     "one head": {"num_attention_heads": 1},
     "two groups of keys": {"layer_types": HYBRID, "num_key_value_heads": 1},
 }

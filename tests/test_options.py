@@ -342,7 +342,11 @@ def test_attention_implementations_agree(model, tokens, implementation):
     expected = compute_logits()
     assert model(tokens).attentions is None
     model.set_attn_implementation(implementation)
-    assert all(layer.self_attn.config._attn_implementation == implementation for layer in model.model.layers if layer.is_softmax_attention)
+    assert all(
+        layer.self_attn.config._attn_implementation == implementation
+        for layer in model.model.layers
+        if layer.is_softmax_attention
+    )
     torch.testing.assert_close(compute_logits(), expected, rtol=1e-4, atol=1e-4)
     if implementation == "eager":
         attentions = model(tokens, output_attentions=True).attentions

@@ -127,7 +127,7 @@ def _clean_onnx(model: Any, program: ModelProgram) -> None:
 
 
 def _quantize(source: Path, target: Path) -> None:
-    """Quantises the weights of matrix products, but not of embeddings, to int8 with ONNX Runtime's dynamic quantizer."""
+    """Quantizes the weights of matrix products, but not of embeddings, to int8 with ONNX Runtime's dynamic quantizer."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
