@@ -859,20 +859,13 @@ def _compute_forward(w, temp, bias, positions, mask, log_decay, S, N, D, normali
     carries = membership.new_empty(_carry_shape(w, causal) if saves else 0)
     state, sequences = _copy_state((S, N, D), w, causal), _batch(*w.shape[:2], S is not None)
     tokens, heads = _flat(w), parameter_array(temp)
-    results, saved = (_flat(output), _flat(membership)), (_flat(score), as_array(carries)) if saves else ()
+    token_mask, outputs = _mask(mask, tokens), [_flat(output), _flat(membership)]
+    outputs += [_flat(score), as_array(carries)] if saves else []
     if causal:
-        options: tuple[Any, ...] = (
-            _bias(bias, heads),
-            _flat(positions),
-            _mask(mask, tokens),
-            _flat(log_decay),
-            normalize_scores,
-        )
-        outputs = map(as_array, state), *results, *saved
-        compute_causal(*sequences, tokens, heads, *options, *outputs)
+        options: tuple[Any, ...] = _bias(bias, heads), _flat(positions), token_mask, _flat(log_decay), normalize_scores
+        compute_causal(*sequences, tokens, heads, *options, map(as_array, state), *outputs)  # type: ignore[call-arg]
     else:
-        inputs = tokens, heads, _mask(mask, tokens), normalize_scores
-        _run(_bidirectional_forward, sequences[0], *inputs, *results, *saved)
+        _run(_bidirectional_forward, sequences[0], tokens, heads, token_mask, normalize_scores, *outputs)
     return output, membership, *state, score, carries.flatten()
 
 
@@ -1079,7 +1072,6 @@ def step_cpu(
     positions, mask, log_decay = (None if x is None else x.unsqueeze(1) for x in (positions, mask, log_decay))
     positions = None if positions is None else positions.long()
     options: tuple[Any, ...] = _bias(bias, heads), _flat(positions), _mask(mask, tokens), _flat(log_decay), normalize_scores
-    outputs = map(as_array, state), *results
-    compute_causal(*_batch(len(tokens), 1), tokens, heads, *options, *outputs)  # type: ignore[call-arg]
+    compute_causal(*_batch(len(tokens), 1), tokens, heads, *options, map(as_array, state), *results)  # type: ignore[call-arg]
     output, membership = map(torch.from_numpy, results)
     return output.view(torch.bfloat16) if w.dtype == torch.bfloat16 else output.to(w.dtype), membership

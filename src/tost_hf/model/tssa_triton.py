@@ -709,15 +709,10 @@ class _Launcher:
         """Scans the chunk totals of the `sums`, "S" or "ND", from `initial_state`; writes `carries` and `final_state`."""
         C = self.H * self.p
         column_start, column_end = (0, C) if sums == "S" else (C, 2 * C + self.H)
-        state_passing_kernel[(self.B * _cdiv(column_end - column_start, SCAN_COLUMNS),)](
-            *(self.totals, carries, initial_state, final_state, self.chunk_log_decay, self.T, column_start, column_end),
-            H=self.H,
-            P=self.p,
-            CAUSAL=self.causal,
-            REVERSE=reverse,
-            BLOCK_N=SCAN_CHUNKS,
-            BLOCK_C=SCAN_COLUMNS,
-        )
+        grid = (self.B * _cdiv(column_end - column_start, SCAN_COLUMNS),)
+        args = self.totals, carries, initial_state, final_state, self.chunk_log_decay, self.T, column_start, column_end
+        sizes = {"H": self.H, "P": self.p, "CAUSAL": self.causal, "BLOCK_N": SCAN_CHUNKS, "BLOCK_C": SCAN_COLUMNS}
+        state_passing_kernel[grid](*args, **sizes, REVERSE=reverse)
 
 
 # Custom operators. They cannot return None: outputs that are not needed are empty tensors. -----------------------------
