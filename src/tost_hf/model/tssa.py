@@ -176,7 +176,7 @@ def tssa_step(
         mask: (B,), true or 1 where the token is real; padding leaves the state unchanged.
         initial_state: the state before the token; None at the start of a sequence. Not modified unless `in_place`.
         log_decay: (H,) or (B, H).
-        backend: the kernels of one token have no gradient: where one is needed, the reference implementation runs.
+        backend: the Triton kernel has no gradient: where one is needed, the reference implementation runs.
         in_place: whether the tensors of `initial_state` are updated in place, as in decoding. They must have the dtypes of a
             `TSSAState`, and nothing may need a gradient.
 
@@ -209,6 +209,15 @@ def tssa_step(
     kernels = None
     if softmax is None:
         kernels = find_kernels(w, backend, "step", normalize_scores, decay=log_decay is not None)
+    if kernels == "numba" and needs_grad:
+        from .tssa_cpu import tssa_cpu
+
+        bias = None if bias is None else bias.to(dtype)
+        bias = bias if bias is None or positions is not None else bias.unsqueeze(-2)
+        positions, mask, log_decay = (None if x is None else x.unsqueeze(1) for x in (positions, mask, log_decay))
+        inputs = w.unsqueeze(1), temp, bias, positions, mask, log_decay, state
+        output, membership, final_state = tssa_cpu(*inputs, normalize_scores, causal=True, needs_grad=True)
+        return TSSAOutput(output.squeeze(1), membership.squeeze(1), final_state)
     if kernels is None or needs_grad:
         bias, padding = select_bias(bias, positions, dtype), None if mask is None else ~mask
         softmax = softmax or softmax_over_heads
