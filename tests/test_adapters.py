@@ -103,6 +103,6 @@ def test_default_target_modules():
     hybrid = peft.get_peft_model(language_model(layer_types=["linear_attention", "full_attention"]), peft.LoraConfig())
     assert set(vision.peft_config["default"].target_modules) == {"in_proj", "out_proj"}
     for model, names in ((language, ["in_proj", "out_proj"]), (hybrid, ["in_proj", "out_proj", "q_proj", "k_proj", "v_proj"])):
-        adapted = {name.split(".")[-3] for name, _ in model.named_parameters() if "lora_A" in name}
+        adapted = {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name}
         assert adapted == set(names)
     assert vision(torch.rand(1, 3, 16, 16)).logits.shape == (1, 2)
