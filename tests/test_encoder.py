@@ -133,7 +133,8 @@ def test_heads_are_saved_loaded_and_trained(auto_class, is_causal, batch, tmp_pa
     model.save_pretrained(tmp_path)
     loaded, loading_info = auto_class.from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is model_class and not any(loading_info.values()) and loaded.config.is_causal == is_causal
-    out = model(**batch)
+    out = model(**batch, output_memberships=True)
+    assert [x.shape for x in out.memberships] == [(3, 4, 12)] * model.config.num_hidden_layers
     assert torch.equal(loaded.eval()(**batch)[0], out[0])
     for i, is_token in enumerate(batch["attention_mask"].bool()):
         expected = model(batch["input_ids"][i][is_token][None])[0][0]

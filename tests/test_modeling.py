@@ -1,6 +1,7 @@
 """Text models: sizes, cache, recorded outputs, losses, positions. test_options.py tests padding, packing and caching."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -184,7 +185,7 @@ def test_flattening_collator(tiny_model):
 # Recorded outputs ----------------------------------------------------------------------------------------------------
 
 
-def test_memberships_and_hidden_states(tiny_model):
+def test_memberships_and_hidden_states(tiny_model, caplog):
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, :4] = 0
     out = tiny_model(random_ids(2, 9), attention_mask=mask, output_memberships=True, output_hidden_states=True)
@@ -193,6 +194,10 @@ def test_memberships_and_hidden_states(tiny_model):
         assert membership.shape == (2, 4, 9) and membership.dtype == torch.float32
         torch.testing.assert_close(membership.sum(1), mask.float())
     assert tiny_model(random_ids(1, 3)).memberships is None
+    logging.Logger.warning_once.cache_clear()  # transformers adds the method
+    for _ in range(2):
+        assert not tiny_model(random_ids(1, 3), output_attentions=True).attentions
+    assert caplog.text.count("output_attentions=True returns no weights") == 1
     step = tiny_model(random_ids(2, 1), past_key_values=out.past_key_values, output_memberships=True)
     assert step.memberships[0].shape == (2, 4, 1)
 
