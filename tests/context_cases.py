@@ -24,7 +24,7 @@ OPTIONS = {
     "convolution": {"conv_kernel": 4},
     "wide convolution": {"conv_kernel": 12},
     "hybrid": {"layer_types": HYBRID, "forgetting": "token", "max_position_embeddings": None, "num_key_value_heads": 2},
-    "sliding window": {"layer_types": ["sliding_attention", "linear_attention"], "sliding_window": 8},
+    "sliding window": {"layer_types": ["linear_attention", "sliding_attention"], "sliding_window": 8},
     "all": {"forgetting": "token", "conv_kernel": 4, "use_bias": True, "tie_word_embeddings": False},
 }
 EVERY_LAYOUT = ("all", "hybrid", "sliding window")

@@ -15,7 +15,6 @@ import tost_hf
 VOCABULARY = 100  # the oldest supported transformers shards only multiples of the number of processes
 HYBRID = ["tost_causal_statistics", "full_attention"]
 MODELS = OPTIONS | {
-    "hybrid": {"layer_types": HYBRID, "num_key_value_heads": 4, "max_position_embeddings": None},
     "uneven vocabulary": {"vocab_size": 98, "max_position_embeddings": 64},
     "uneven MLP": {"intermediate_size": 51},
     "unnormalized scores": {"normalize_scores": False},
@@ -121,7 +120,7 @@ def run(name: str):
 
 
 EQUAL = [
-    *(f"equal, {model}, packed and padded" for model in [*OPTIONS, "encoder", "hybrid", "uneven vocabulary", "uneven MLP"]),
+    *(f"equal, {model}, packed and padded" for model in [*OPTIONS, "encoder", "uneven vocabulary", "uneven MLP"]),
     *(f"equal, all, {layout}" for layout in LAYOUTS if layout != "packed and padded"),
     "float32, all, padded",
 ]

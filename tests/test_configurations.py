@@ -11,7 +11,7 @@ from conftest import small_config, small_vision_config
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig, PreTrainedConfig
 
-from tost_hf import ToSTConfig, ToSTVisionConfig
+from tost_hf import ToSTConfig, ToSTModel, ToSTVisionConfig
 from tost_hf.model.configuration_tost import LRA_PRESETS, PRESETS
 from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 
@@ -50,7 +50,7 @@ INVALID_FIELDS_OF_ONE = [
     ("tost", {"forgetting": "always"}),
     ("tost", {"conv_kernel": 1}),
     ("tost", {"layer_types": ["conv", FULL]}),
-    ("tost", {"layer_types": [TSSA]}),
+    *(("tost", {"layer_types": [TSSA] * number}) for number in (1, 3)),
     ("tost", {"layer_types": [FULL] * 2}),
     ("tost", {"sliding_window": 1, "layer_types": [SLIDING, TSSA]}),
     ("tost", {"num_key_value_heads": 3, "layer_types": [FULL, TSSA]}),
@@ -191,6 +191,12 @@ def test_computed_fields_are_filled_but_not_saved(tmp_path):
     config = ToSTConfig.from_pretrained(tmp_path, num_attention_heads=6, num_hidden_layers=3, is_causal=False)
     assert (config.num_key_value_heads, config.layer_types, config.pooling, config.use_cache) == (6, [TSSA] * 3, "mean", False)
     assert not {"num_key_value_heads", "layer_types"} & config.to_dict().keys() and "pooling" not in ToSTConfig().to_dict()
+    config = small_config(**HYBRID)
+    config.num_hidden_layers = 1
+    assert len(ToSTModel(config).layers) == 1
+    config.num_hidden_layers = 3
+    with pytest.raises(ValueError, match="names 2 of 3"):
+        ToSTModel(config)
     assert ToSTConfig(num_key_value_heads=3, pooling="mean").options() == {"num_key_value_heads": 3, "pooling": "mean"}
 
 

@@ -11,10 +11,11 @@ from tost_hf import ToSTTrainer
 
 
 NAMES = sharded_cases.PARALLELISMS + sharded_cases.COMBINATIONS
+FAST = [*sharded_cases.PARALLELISMS, "cp, hybrid stream", "cp, hybrid accumulation", "tp, stream", "config cp, hybrid"]
 SINGLE = ("", "float32", "hybrid", "stream", "hybrid stream")
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module")
 def trained(request, tmp_path_factory):
     """The results of one process by variant, and those of each of several processes by kind of parallelism and variant."""
     folder = tmp_path_factory.mktemp("sharded")
@@ -22,10 +23,13 @@ def trained(request, tmp_path_factory):
         patch.setenv("TOST_TEST_MODELS", str(folder))
         sharded_cases.save_models()
         single = {variant: sharded_cases.run(f"ddp, {variant}") for variant in SINGLE}
-        return single, run_cases(sharded_cases.run, NAMES, request.param, folder)
+        return single, run_cases(sharded_cases.run, FAST if request.param == 2 else NAMES, request.param, folder)
 
 
-@pytest.mark.parametrize("name", NAMES)
+CASES = [(2, name) for name in FAST] + [pytest.param(4, name, marks=pytest.mark.slow) for name in NAMES]
+
+
+@pytest.mark.parametrize("trained, name", CASES, indirect=["trained"])
 def test_losses_equal_those_of_one_process(trained, name):
     """Without gradient checkpointing and accumulation."""
     parallelism, _, variant = name.partition(", ")

@@ -119,8 +119,9 @@ class TestKernels(KernelTests):
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="TestKernels runs in this process")
-def test_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "TestKernels"]
+@pytest.mark.parametrize("tests", ["test_padding or test_low_precision", pytest.param("TestKernels", marks=pytest.mark.slow)])
+def test_kernels_in_the_interpreter(tests):
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", f"TestKernels and ({tests})"]
     command += [str(Path(__file__).with_name(name)) for name in ("test_triton.py", "test_triton_check.py")]
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)

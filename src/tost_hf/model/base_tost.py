@@ -182,23 +182,18 @@ def check_fields(config: PreTrainedConfig) -> None:
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
-ADAPTER_TARGETS = {  # by model type: the projections of TSSA, and those of softmax attention in hybrid models
-    "tost": ["in_proj", "out_proj", "q_proj", "k_proj", "v_proj"],
-    "tost_vision": ["in_proj", "out_proj"],
-}
-
-
-def _register_adapter_targets(model_type: str) -> None:
+def _register_adapter_targets(model_type: str, module_names: list[str]) -> None:
     """Registers LoRA's default target modules with PEFT, if it is imported and has none for this model type."""
     constants = sys.modules.get("peft.utils.constants")  # PEFT has no function to register them
     if constants is not None:
-        constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, ADAPTER_TARGETS[model_type])
+        constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, module_names)
 
 
 class ToSTBaseModel(PreTrainedModel):
     """Checks configurations, loads weights from safetensors files only, and saves source files with them on request."""
 
     _save_code = False  # default of `with_code`
+    _adapter_targets = ["in_proj", "out_proj"]  # of LoRA by default: the projections of TSSA
 
     def __init__(self, config, *inputs, **kwargs):
         config_class = type(self).config_class
@@ -210,7 +205,7 @@ class ToSTBaseModel(PreTrainedModel):
             )
         config.validate_architecture()  # fields may have been assigned since it was built
         super().__init__(config, *inputs, **kwargs)
-        _register_adapter_targets(config_class.model_type)
+        _register_adapter_targets(config_class.model_type, self._adapter_targets)
 
     def post_init(self):
         # only parameters that this model has: transformers' common tests look up each name

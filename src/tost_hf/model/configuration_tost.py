@@ -204,6 +204,10 @@ class ToSTConfig(ToSTBaseConfig):
         if self.layer_types is None:
             self.layer_types = [CAUSAL_STATISTICS] * self.num_hidden_layers
         self.layer_types = [CAUSAL_STATISTICS if name == LINEAR_ATTENTION else name for name in self.layer_types]
+        if len(self.layer_types) > self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types names {len(self.layer_types)} layers, but num_hidden_layers is {self.num_hidden_layers}."
+            )
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.pooling is None:
@@ -245,7 +249,8 @@ class ToSTConfig(ToSTBaseConfig):
         supported = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
         if unknown := [layer_type for layer_type in layer_types if layer_type not in supported]:
             raise ValueError(f"layer_types must be among {', '.join((LINEAR_ATTENTION, *supported))}, got {unknown[0]!r}.")
-        if len(layer_types) != self.num_hidden_layers:
+        # more after `num_hidden_layers` was lowered, which other models of transformers allow as well
+        if len(layer_types) < self.num_hidden_layers:
             raise ValueError(f"layer_types must name every layer: it names {len(layer_types)} of {self.num_hidden_layers}.")
         if CAUSAL_STATISTICS not in layer_types:
             raise ValueError(f"layer_types must contain {LINEAR_ATTENTION} (TSSA) at least once.")
@@ -304,7 +309,7 @@ class ToSTConfig(ToSTBaseConfig):
     def get_option_defaults(self) -> dict[str, Any]:
         """The options and their values in published models."""
         return OPTION_DEFAULTS | {
-            "layer_types": [CAUSAL_STATISTICS] * self.num_hidden_layers,
+            "layer_types": [CAUSAL_STATISTICS] * len(cast("list[str]", self.layer_types)),
             "num_key_value_heads": self.num_attention_heads,
             "pooling": "last" if self.is_causal else None,
         }
@@ -316,7 +321,8 @@ class ToSTConfig(ToSTBaseConfig):
             fields["max_position_embeddings"] = None
         if "layer_types" in fields:
             names = {CAUSAL_STATISTICS: LINEAR_ATTENTION}
-            fields["layer_types"] = [names.get(layer_type, layer_type) for layer_type in fields["layer_types"]]
+            layer_types = fields["layer_types"][: self.num_hidden_layers]
+            fields["layer_types"] = [names.get(layer_type, layer_type) for layer_type in layer_types]
         return fields
 
     def _make_tp_plan(self) -> dict[str, str]:
@@ -341,12 +347,12 @@ class ToSTConfig(ToSTBaseConfig):
     @property
     def uses_rope(self) -> bool:
         """Whether the model has softmax attention layers with rotary positions."""
-        return self.is_position_free and self.has_attention
+        return self.is_position_free and set(cast("list[str]", self.layer_types)) != {CAUSAL_STATISTICS}
 
     @property
     def has_attention(self) -> bool:
         """Whether some layers are softmax attention."""
-        return set(cast("list[str]", self.layer_types)) != {CAUSAL_STATISTICS}
+        return set(cast("list[str]", self.layer_types)[: self.num_hidden_layers]) != {CAUSAL_STATISTICS}
 
     @property
     def head_dim(self) -> int:

@@ -321,7 +321,8 @@ def create_causal_mask_mapping(
         ValueError: the mask does not cover the cached tokens, a sliding window cannot skip its padding, or flash attention
             does not support it.
     """
-    layer_types = [layer_type for layer_type in dict.fromkeys(config.layer_types) if layer_type != CAUSAL_STATISTICS]
+    layer_types = dict.fromkeys(config.layer_types[: config.num_hidden_layers])
+    layer_types.pop(CAUSAL_STATISTICS, None)
     if not layer_types:
         return {}
     # imported here, so that models without such layers load even if transformers moves this module

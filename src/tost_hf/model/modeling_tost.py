@@ -335,6 +335,7 @@ class ToSTPreTrainedModel(ToSTBaseModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["ToSTDecoderLayer"]
+    _adapter_targets = [*ToSTBaseModel._adapter_targets, "q_proj", "k_proj", "v_proj"]  # softmax attention, too
     _skip_keys_device_placement = ["past_key_values"]
     _can_compile_fullgraph = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
