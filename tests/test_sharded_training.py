@@ -15,21 +15,22 @@ FAST = [*sharded_cases.PARALLELISMS, "cp, hybrid stream", "cp, hybrid accumulati
 SINGLE = ("", "float32", "hybrid", "stream", "hybrid stream")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def trained(request, tmp_path_factory):
     """The results of one process by variant, and those of each of several processes by kind of parallelism and variant."""
     folder = tmp_path_factory.mktemp("sharded")
+    items = [
+        item.callspec.params for item in request.session.items if item.originalname == "test_losses_equal_those_of_one_process"
+    ]
+    names = [params["name"] for params in items if params["trained"] == request.param]  # without slow ones, if deselected
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOST_TEST_MODELS", str(folder))
         sharded_cases.save_models()
         single = {variant: sharded_cases.run(f"ddp, {variant}") for variant in SINGLE}
-        return single, run_cases(sharded_cases.run, FAST if request.param == 2 else NAMES, request.param, folder)
+        return single, run_cases(sharded_cases.run, names, request.param, folder)
 
 
-CASES = [(2, name) for name in FAST] + [pytest.param(4, name, marks=pytest.mark.slow) for name in NAMES]
-
-
-@pytest.mark.parametrize("trained, name", CASES, indirect=["trained"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in NAMES])
 def test_losses_equal_those_of_one_process(trained, name):
     """Without gradient checkpointing and accumulation."""
     parallelism, _, variant = name.partition(", ")
