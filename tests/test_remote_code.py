@@ -75,7 +75,10 @@ def published(clients, tmp_path_factory):
     return publish
 
 
-@pytest.mark.parametrize("auto_class", MODELS)
+SLOW = ("AutoModelForTokenClassification", "AutoModelForSequenceClassification")  # each compiles the kernels of its copy
+
+
+@pytest.mark.parametrize("auto_class", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MODELS])
 def test_remote_code_equals_the_package_bit_for_bit(clients, bare_clients, published, auto_class):
     """Logits, hidden states of AutoModel, feature maps of AutoBackbone, tokens generated with a cache."""
     expected = published(auto_class)
