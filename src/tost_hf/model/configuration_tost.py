@@ -65,7 +65,7 @@ POOLING_TYPES = ("mean", "first", "last")
 MAX_CONV_KERNEL = 64
 SCALED_ROPE_TYPES = ("dynamic", "yarn", "longrope", "llama3")  # relative to a length
 BATCH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")  # whose frequencies depend on the longest position of a batch
-ROPE_ERROR = "A model has rope_parameters if it has attention layers and is position-free (max_position_embeddings=None)."
+ROPE_ERROR = "rope_parameters are for softmax attention layers of position-free models (max_position_embeddings=None)."
 
 
 @strict
@@ -274,7 +274,9 @@ class ToSTConfig(ToSTBaseConfig):
     def validate_rope(self):
         """As in transformers, for a model without a maximum length."""
         rope = getattr(self, "rope_parameters", None)
-        if (rope is not None) != self.uses_rope:
+        if rope is None and self.uses_rope:
+            raise ValueError("Softmax attention layers of position-free models need rope_parameters.")
+        if rope is not None and not self.uses_rope:
             raise ValueError(ROPE_ERROR)
         if rope is None:
             return
@@ -298,12 +300,12 @@ class ToSTConfig(ToSTBaseConfig):
     def with_finite_length(self) -> "ToSTConfig":
         """A copy with the maximum length that transformers' functions for rotary positions expect."""
         config, rope = copy.copy(self), cast(dict, self.rope_parameters)
-        is_dynamic = rope["rope_type"] == "dynamic"  # which scales from the maximum length
-        config.max_position_embeddings = rope.get("original_max_position_embeddings", 1)
-        if is_dynamic:
+        length = rope.get("original_max_position_embeddings", 1)
+        if rope["rope_type"] == "dynamic":  # scales from the maximum length
             config.ignore_keys_at_rope_validation = {"original_max_position_embeddings"}
         else:
-            config.max_position_embeddings = int(config.max_position_embeddings * rope.get("factor", 1))
+            length = int(length * rope.get("factor", 1))
+        config.max_position_embeddings = length
         return config
 
     def get_option_defaults(self) -> dict[str, Any]:
