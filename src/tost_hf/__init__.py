@@ -34,7 +34,7 @@ from .model.modeling_tost_vision import (
 )
 from .model.tssa import TSSAOutput, tssa, tssa_step
 from .model.tssa_reference import TSSAState
-from .transformers_patches import add_class
+from .transformers_patches import LOADED_BY_NAME, add_class
 from .version import __version__
 
 
@@ -56,7 +56,8 @@ for config_class in (ToSTConfig, ToSTVisionConfig):
         if auto_name != "AutoConfig":
             auto_class, model_class = getattr(transformers, auto_name), globals()[reference.partition(".")[2]]
             auto_class.register(config_class, model_class, exist_ok=True)
-            add_class(model_class)
+            if auto_name in LOADED_BY_NAME:
+                add_class(model_class)
 # by name, as transformers registers its own, although classes are declared: importing the class needs Pillow
 IMAGE_PROCESSOR_MAPPING.register(ToSTVisionConfig, {"pil": "ViTImageProcessorPil"}, exist_ok=True)  # type: ignore[arg-type]
 

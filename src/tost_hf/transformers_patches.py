@@ -9,11 +9,14 @@ import sys
 from transformers import PreTrainedModel
 
 
-def add_class(model_class: type[PreTrainedModel]) -> None:
-    """Adds the class to the module transformers, as `transformers.ToSTModel`, unless it has an attribute of that name.
+# heads that TRL's trainers, if they load a model by its name, and `transformers serve` load
+LOADED_BY_NAME = ("AutoModelForCausalLM", "AutoModelForSequenceClassification")
 
-    TRL's trainers, if they load a model by its name, and `transformers serve` get the class that the configuration names from
-    there.
+
+def add_class(model_class: type[PreTrainedModel]) -> None:
+    """Adds the class to the module transformers, as `transformers.ToSTForCausalLM`, unless it has an attribute of that name.
+
+    TRL and `transformers serve` get the class that a configuration names from there, not by an Auto class.
     """
     transformers = sys.modules["transformers"]  # the module replaces itself during its import
     if not hasattr(transformers, model_class.__name__):

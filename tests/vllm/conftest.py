@@ -28,7 +28,9 @@ from tost_hf.model.base_tost import AUTO_MAPS
 
 VOCABULARY = 512
 TSSA, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding_attention"
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# half of the channels rotate
+ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+ROPE |= {"partial_rotary_factor": 0.5}
 OPTIONS = {
     "published": {"tie_word_embeddings": True},
     "conv_token": {"max_position_embeddings": None, "forgetting": "token", "conv_kernel": 4},

@@ -129,6 +129,12 @@ def test_embeddings_and_classes(folders, engine, tmp_path):
 
 
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
+DYNAMIC_ROPE = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "max_position_embeddings": None,
+    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64},
+}
 REJECTED = {
     "an encoder": (lambda: ToSTForMaskedLM(ToSTConfig(is_causal=False, **SMALL)), {}, "ToSTForMaskedLM, an encoder"),
     "an encoder's trunk": (lambda: ToSTModel(ToSTConfig(is_causal=False, **SMALL)), {}, "ToSTModel, an encoder"),
@@ -146,6 +152,11 @@ REJECTED = {
         lambda: ToSTForTokenClassification(ToSTConfig(**SMALL)),
         {},
         "This is a ToSTForTokenClassification",
+    ),
+    "positions that depend on the batch": (
+        lambda: ToSTForCausalLM(ToSTConfig(**SMALL | DYNAMIC_ROPE)),
+        {},
+        "with rope_type 'dynamic'",
     ),
     "speculative decoding": (
         lambda: ToSTForCausalLM(ToSTConfig(**SMALL)),

@@ -27,7 +27,7 @@ from vllm.model_executor.models.utils import (
 )
 from vllm.sequence import IntermediateTensors
 
-from ..model.configuration_tost import BATCH_DEPENDENT_ROPE_TYPES, CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
+from ..model.configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from ..model.layers_tost import ISTAStep
 from ..model.modeling_tost import ToSTRotaryEmbedding, add_attention_and_mlp, apply_rotary_pos_emb
 from .causal_statistics import CausalStatistics, state_size
@@ -129,14 +129,7 @@ class ToSTModel(nn.Module):
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens")
         if not config.is_position_free:
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.rotary_emb = None
-        if config.uses_rope:
-            if (rope_type := config.rope_parameters["rope_type"]) in BATCH_DEPENDENT_ROPE_TYPES:
-                raise ValueError(
-                    f"vLLM cannot serve a ToST model with rope_type {rope_type!r}: the frequencies depend on the longest "
-                    "position of a batch. Use yarn, or generate with transformers."
-                )
-            self.rotary_emb = ToSTRotaryEmbedding(config)
+        self.rotary_emb = ToSTRotaryEmbedding(config) if config.uses_rope else None
         self.start_layer, self.end_layer, self.layers = make_layers(
             config.num_hidden_layers,
             lambda prefix: ToSTDecoderLayer(config, vllm_config, prefix),

@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 
+from ..model.configuration_tost import BATCH_DEPENDENT_ROPE_TYPES
 from .patches import set_block_size
 
 
@@ -36,6 +37,11 @@ class ToSTVerification(VerifyAndUpdateConfig):
             )
         if model.runner_type == "pooling" and config.pooling != "last":
             raise ValueError(f"vLLM pools the last token, but this classifier was trained with pooling={config.pooling!r}.")
+        if (rope_type := getattr(config, "rope_parameters", {}).get("rope_type")) in BATCH_DEPENDENT_ROPE_TYPES:
+            raise ValueError(
+                f"vLLM cannot serve a ToST model with rope_type {rope_type!r}, which depends on the longest position of a "
+                "batch: use yarn, or generate with transformers."
+            )
         if vllm_config.speculative_config is not None:
             raise ValueError(
                 "ToST models have no speculative decoding in vLLM: a rejected token cannot be removed from the recurrent "
