@@ -44,7 +44,7 @@ def save_models(**options) -> None:
     config = small_config(vocab_size=100, forgetting="token", conv_kernel=3, **options)
     randomize(ToSTForCausalLM(config)).save_pretrained(model_folder())
     options |= {"layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": None}
-    config = small_config(vocab_size=100, forgetting="token", num_key_value_heads=2, **options)
+    config = small_config(vocab_size=100, forgetting="token", **options)
     randomize(ToSTForCausalLM(config)).save_pretrained(model_folder("hybrid"))
 
 

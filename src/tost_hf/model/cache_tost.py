@@ -436,7 +436,8 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
         # an empty DynamicCache() without a configuration
         cache.layers = ToSTCache(config).layers
         cache.layer_class_to_replicate = None
-    check_layer_types(cache, config.layer_types[: config.num_hidden_layers])  # `assistant_early_exit` lowers the number
+    # `assistant_early_exit` lowers the number of the model's layers, and in older versions of transformers not the cache's
+    check_layer_types(cache, config.layer_types[: max(config.num_hidden_layers, len(getattr(cache, "layers", ())))])
     tssa_layers = (cast(CausalStatisticsLayer, layer) for layer in cache.layers if get_layer_type(layer) == CAUSAL_STATISTICS)
     layer = next(tssa_layers, None)  # there may be none before an early exit
     if layer is None or not layer.is_initialized:
