@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+import transformers
 from conftest import make_cache, randomize, small_config
+from packaging.version import Version
 from transformers import DynamicCache, GenerationMixin, StaticCache
 
 from tost_hf import ToSTCache, ToSTForCausalLM, TSSAState, load_cache, prefill_cache, save_cache
@@ -88,6 +90,8 @@ EARLY_EXITS += [  # drafts of attention layers alone
 @pytest.mark.parametrize("options, exit_layer", EARLY_EXITS, ids=[*MODEL_OPTIONS, "attention", "sliding attention"])
 def test_early_exit_is_greedy_and_does_not_change_the_model(prompt, options, exit_layer):
     model = randomize(ToSTForCausalLM(small_config(num_hidden_layers=3, **options))).eval()
+    if FULL_ATTENTION in model.config.layer_types[exit_layer:] and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("this transformers fails when it crops an attention layer that the early exit left empty")
     greedy = generate(model, prompt[:1])
     assert torch.equal(generate(model, prompt[:1], assistant_early_exit=exit_layer), greedy)
     assert model.config.num_hidden_layers == 3 and len(model.config.layer_types) == 3
