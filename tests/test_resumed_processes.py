@@ -96,7 +96,14 @@ def resume(clients: Clients, source: Path, parallelism: str, processes: int, fol
 
 @pytest.mark.parametrize(
     "previous, parallelism, processes",
-    [("ddp", "ddp", 1), ("ddp", "ddp", 4), ("cp", "cp", 4), ("cp", "ddp", 2), ("fsdp2", "fsdp2", 4), ("tp", "tp", 4)],
+    [
+        ("ddp", "ddp", 1),
+        ("ddp", "ddp", 4),
+        ("cp", "cp", 4),
+        ("cp", "ddp", 2),
+        ("fsdp2", "fsdp2", 4),
+        ("tp, stream", "tp, stream", 4),
+    ],
 )
 def test_resuming_with_another_number_of_processes(clients, first_half, tmp_path, previous, parallelism, processes):
     run = resume(clients, first_half(previous), parallelism, processes, tmp_path).check()

@@ -85,7 +85,7 @@ def tssa(
         temp: one learned scalar per head, H numbers of any shape.
         bias: learned score bias of each token, (T, H) or (B, T, H), or of each position, (positions, H); causal form only.
         positions: (B, T) or (1, T) integers, the tokens' indices into a `bias` of positions.
-        causal: whether a token attends to itself and earlier tokens (language) or to all (vision, encoders).
+        causal: whether a token depends on itself and earlier tokens (language) or on all tokens (vision, encoders).
         mask: (B, T), true or 1 at real tokens. Padding does not change the state and its output is 0.
         seq_idx: (B, T) integers, the sequence numbers of packed sequences, each of adjacent tokens.
         initial_state: the recurrent state before the first token; causal form only.

@@ -163,7 +163,7 @@ class ToSTTrainer(StreamingTrainer, PublishingTrainer, ParallelTrainer):
 
     It resumes from complete checkpoints only (`CheckpointTrainer`), stops when the loss becomes NaN (`FiniteLossCallback`),
     and pushes models with their code and card (`PublishingTrainer`). The arguments, the model and the data determine the rest,
-    in any combination:
+    in any combination except for that of context and tensor parallelism:
 
     - `context_parallel_size`, or `cp_size` of Accelerate's `ParallelismConfig`: that many processes share each sequence (see
       `tost_hf.parallel.parallelize`). Evaluation then returns only the loss, as each process has only the logits of its shard.

@@ -46,8 +46,13 @@ class StreamingTrainer(CheckpointTrainer):
         return self.train_dataset if isinstance(self.train_dataset, PackedStream) else None
 
     @property
+    def _group_size(self) -> int:
+        """Number of processes that share a batch."""
+        return self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+
+    @property
     def _position_file(self) -> str:
-        return f"stream_{self.args.process_index}.json"
+        return f"stream_{self.args.process_index // self._group_size}.json"
 
     def required_files(self) -> list[str]:
         return super().required_files() + [self._position_file] * (self._stream is not None and not self.args.ignore_data_skip)
@@ -56,8 +61,8 @@ class StreamingTrainer(CheckpointTrainer):
         stream, args = self._stream, self.args
         if stream is None:
             return super().get_train_dataloader()
-        group_size = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()  # processes that share a batch
-        stream.shard(args.process_index // group_size, args.world_size // group_size, args.dataloader_num_workers)
+        group, groups = args.process_index // self._group_size, args.world_size // self._group_size
+        stream.shard(group, groups, args.dataloader_num_workers)
         return StreamLoader(
             stream,
             batch_size=self._train_batch_size,
@@ -70,7 +75,8 @@ class StreamingTrainer(CheckpointTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self._stream is not None:  # all batches that were yielded have been trained on
+        # all batches that were yielded have been trained on
+        if self._stream is not None and self.args.process_index % self._group_size == 0:
             with staged_file(Path(output_dir, self._position_file)) as file:
                 file.write_text(json.dumps(self._stream.state_dict()), encoding="utf-8")
 
