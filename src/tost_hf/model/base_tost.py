@@ -190,7 +190,7 @@ def _register_adapter_targets(model_type: str, module_names: list[str]) -> None:
 
 
 class ToSTBaseModel(PreTrainedModel):
-    """Checks configurations, loads weights from safetensors files only, and saves source files with them on request."""
+    """Base class of ToST models: loads weights from safetensors files only, and saves source files with them on request."""
 
     _save_code = False  # default of `with_code`
     _adapter_targets = ["in_proj", "out_proj"]  # of LoRA by default: the projections of TSSA

@@ -50,7 +50,7 @@ PROGRESS_DELAY = 5  # seconds before a prefill shows a progress bar
 
 @dataclass
 class ToSTModelOutputWithPast(MembershipsMixin, BaseModelOutputWithPast):
-    """Output of `ToSTModel`.
+    """Output of `ToSTModel`: features (B, T, D), and the cache.
 
     With `output_attentions=True` and attn_implementation="eager", `attentions` contains the weights of every softmax attention
     layer of a hybrid model, each (B, H, T, cached + T).
@@ -59,27 +59,27 @@ class ToSTModelOutputWithPast(MembershipsMixin, BaseModelOutputWithPast):
 
 @dataclass
 class ToSTCausalLMOutputWithPast(MembershipsMixin, CausalLMOutputWithPast):
-    """Output of `ToSTForCausalLM`."""
+    """Output of `ToSTForCausalLM`: logits (B, T, vocab_size), the loss, and the cache."""
 
 
 @dataclass
 class ToSTMaskedLMOutput(MembershipsMixin, MaskedLMOutput):
-    """Output of `ToSTForMaskedLM`."""
+    """Output of `ToSTForMaskedLM`: logits (B, T, vocab_size), and the loss."""
 
 
 @dataclass
 class ToSTSequenceClassifierOutputWithPast(MembershipsMixin, SequenceClassifierOutputWithPast):
-    """Output of `ToSTForSequenceClassification`."""
+    """Output of `ToSTForSequenceClassification`: logits (B, num_labels), the loss, and the cache."""
 
 
 @dataclass
 class ToSTTokenClassifierOutput(MembershipsMixin, TokenClassifierOutput):
-    """Output of `ToSTForTokenClassification`."""
+    """Output of `ToSTForTokenClassification`: logits (B, T, num_labels), and the loss."""
 
 
 @dataclass
 class ToSTQuestionAnsweringModelOutput(MembershipsMixin, QuestionAnsweringModelOutput):
-    """Output of `ToSTForQuestionAnswering`."""
+    """Output of `ToSTForQuestionAnswering`: start and end logits, each (B, T), and the loss."""
 
 
 # Softmax attention of hybrid models --------------------------------------------------------------------------------------
