@@ -5,12 +5,14 @@ transformers' Trainer does not save the optimizer of a tensor-parallel model, as
 the shards are gathered and saved by parameter name; loading shards them again, for the current number of processes.
 """
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate import ParallelismConfig
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,6 +25,7 @@ from ..parallel.context import parallelize
 
 # older versions only consult Accelerate's ParallelismConfig
 TRAINER_DIVIDES_BY_CP_SIZE = "get_cp_size" in Trainer._get_num_items_in_batch.__code__.co_names
+USE_CONFIG = "ACCELERATE_USE_PARALLELISM_CONFIG"  # environment variable
 FULL_STATE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -66,6 +69,8 @@ class ParallelTrainer(Trainer):
         """`context_parallel_size`, also from Accelerate's ParallelismConfig, which by itself would use ring attention."""
         args: Any = self.args
         size, config = getattr(args, "context_parallel_size", 1), args.parallelism_config
+        if config is None and os.environ.get(USE_CONFIG) == "true":
+            config = ParallelismConfig()  # of `accelerate launch`, from the environment
         if config is None or config.cp_size == 1:
             return size
         if size not in (1, config.cp_size) or max(config.tp_size, config.dp_replicate_size) > 1:
@@ -74,6 +79,7 @@ class ParallelTrainer(Trainer):
                 "set cp_size, and dp_shard_size for FSDP."
             )
         args.parallelism_config = None  # FSDP, where enabled, shards the model over all processes
+        os.environ[USE_CONFIG] = "false"
         args.context_parallel_size = config.cp_size
         return config.cp_size
 
