@@ -153,7 +153,7 @@ def test_chunked_prefill_and_decoding_equal_the_full_forward(model, tokens):
 def test_rollback_and_batch_operations(model, tokens, num_removed, num_chunks, static):
     """Batch operations also apply to the tokens recorded for rollback."""
     if (static and set(model.config.layer_types) != {TSSA}) or (SLIDING in model.config.layer_types and num_chunks > 1):
-        pytest.skip("keys and values: ToSTCache is not static, and a window stores the tokens of one forward pass")
+        pytest.skip("static keys and values are not cropped, and a window stores the tokens of one forward pass")
     rejected_tokens, next_tokens = torch.randint(2, 97, (2, num_removed)), torch.randint(2, 97, (2, 6))
     mask = torch.ones(2, 29, dtype=torch.long)
     mask[1, padding_positions(model)] = 0
@@ -192,9 +192,12 @@ def test_saved_cache_resumes(tokens, model, tmp_path, conv_state):
         with safe_open(file, "pt") as opened:
             tensors = {name.replace("conv_state", conv_state): opened.get_tensor(name) for name in opened.keys()}
             save_file(tensors, file, metadata=opened.metadata())
-    cache, next_tokens = load_cache(file, model.config), torch.randint(2, 97, (2, 4))
+    next_tokens = torch.randint(2, 97, (2, 4))
     expected = model(torch.cat([tokens, next_tokens], 1)).logits[:, 23:]
-    torch.testing.assert_close(model(next_tokens, past_key_values=cache).logits, expected, **F64)
+    for max_cache_len in (None, 40):
+        cache = load_cache(file, model.config, max_cache_len=max_cache_len)
+        assert type(cache) is (ToSTCache if max_cache_len is None else StaticCache)
+        torch.testing.assert_close(model(next_tokens, past_key_values=cache).logits, expected, **F64)
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(model, tokens):

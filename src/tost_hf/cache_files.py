@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors.torch import save_file
+from torch.nn import functional as F
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, StaticCache
+from transformers.cache_utils import Cache, StaticCache, StaticLayer
 from transformers.utils import logging
 
 from .files import open_safetensors, staged_file
@@ -17,7 +18,6 @@ from .model.cache_tost import (
     ToSTCache,
     check_layer_types,
     get_layer_type,
-    set_cached_length,
 )
 from .model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
 from .model.modeling_tost import PREFILL_CHUNK_SIZE
@@ -193,5 +193,12 @@ def _fill_layer(layer: Any, tensors: dict[str, torch.Tensor], length: int) -> No
         layer.set_state(state)
         layer.set_conv_state(tensors.get("conv_state"))
     else:
-        layer.update(tensors["keys"], tensors["values"])
-    set_cached_length(layer, length)
+        keys, values = tensors["keys"], tensors["values"]
+        if isinstance(layer, StaticLayer) and layer.is_sliding:  # stores one token more, which no new token attends to
+            num_missing = min(length, layer.max_cache_len) - keys.shape[2]
+            keys, values = (F.pad(x, (0, 0, num_missing, 0)) for x in (keys, values))
+        layer.update(keys, values)
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length += length - int(layer.cumulative_length)  # in place if it is a tensor
+    if hasattr(layer, "cumulative_length_int"):  # static sliding windows have both
+        layer.cumulative_length_int = length

@@ -459,9 +459,3 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
 def _tensor_parallel_size(config: PreTrainedConfig) -> int:
     """Number of processes over which transformers' tensor parallelism shards the heads."""
     return getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
-
-
-def set_cached_length(layer: Any, length: int) -> None:
-    """Sets the number of tokens of a cache layer, if the layer counts them."""
-    if hasattr(layer, "cumulative_length"):
-        layer.cumulative_length += length - int(layer.cumulative_length)
