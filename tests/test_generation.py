@@ -276,7 +276,13 @@ def tokens():
 
 
 def test_generate_from_a_saved_document(long_model, tokens, tmp_path):
+    masks = []  # none is made, as layers compute more with a mask
+    hook = long_model.register_forward_pre_hook(
+        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
     save_cache(prefill_cache(long_model, tokens, chunk_size=40), tmp_path / "x")
+    hook.remove()
+    assert masks == [None] * 4
     cache = load_cache(tmp_path / "x", long_model.config)
     assert cache.get_seq_length() == 150
     prompt = torch.cat([tokens, torch.tensor([[5, 6]])], 1)

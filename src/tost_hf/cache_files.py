@@ -74,23 +74,23 @@ def prefill_cache(
         raise ValueError(f"input_ids must be (B, T) with at least one token, got {tuple(input_ids.shape)}.")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    if mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask must have shape {tuple(input_ids.shape)}, got {tuple(mask.shape)}.")
-    num_tokens, max_length = int(mask.sum(1).max()), model.config.max_position_embeddings
+    num_tokens, max_length, mask = input_ids.shape[1], model.config.max_position_embeddings, attention_mask
+    if mask is not None:
+        if mask.shape != input_ids.shape:
+            raise ValueError(f"attention_mask must have shape {tuple(input_ids.shape)}, got {tuple(mask.shape)}.")
+        num_tokens, mask = int(mask.sum(1).max()), mask.to(model.device)
     if num_tokens > max_length:
         raise ValueError(
             f"The prompt has {num_tokens:,} tokens, the model positions for {max_length:,}: use a shorter prompt, or a model "
             "without a position table."
         )
-    input_ids, mask = input_ids.to(model.device), mask.to(model.device)
-    cache, length = ToSTCache(model.config), input_ids.shape[1]
-    with logging.tqdm(total=length, unit="token", disable=not progress_bar) as bar:
-        for start in range(0, length, chunk_size):
-            end = min(start + chunk_size, length)
-            inputs = {"input_ids": input_ids[:, start:end], "attention_mask": mask[:, :end]}  # also of the cached tokens
-            model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            bar.update(end - start)
+    cache, end = ToSTCache(model.config), 0
+    with logging.tqdm(total=input_ids.shape[1], unit="token", disable=not progress_bar) as bar:
+        for chunk in input_ids.to(model.device).split(chunk_size, 1):
+            end += chunk.shape[1]
+            chunk_mask = None if mask is None else mask[:, :end]  # also of the cached tokens
+            model(chunk, attention_mask=chunk_mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            bar.update(chunk.shape[1])
     return cache
 
 
