@@ -112,7 +112,7 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
         layer.operators = operators
     for module in model.modules():
         if isinstance(module, ToSTAttention):
-            module.register_forward_pre_hook(functools.partial(_use_earlier_key_values, device_mesh), with_kwargs=True)
+            module.register_forward_pre_hook(_use_earlier_key_values, with_kwargs=True)
     model.register_forward_pre_hook(functools.partial(_check_same_batch, device_mesh, Counter()), with_kwargs=True)
     base_model = model.model if isinstance(model, ToSTForCausalLM) else model
     base_model.register_forward_pre_hook(functools.partial(_shard_inputs, device_mesh), with_kwargs=True)
@@ -210,7 +210,8 @@ def _shard_inputs(mesh: DeviceMesh, base_model: ToSTModel, args: tuple, kwargs: 
             cast(Cache, key_values),
             past_length=0,
         )
-        shard_inputs["attention_mask"] = {CAUSAL_STATISTICS: shard_inputs["attention_mask"], "length": length} | masks
+        masks |= {CAUSAL_STATISTICS: shard_inputs["attention_mask"], "key_values": key_values}
+        shard_inputs["attention_mask"] = masks
     return (), inputs | shard_inputs | {"use_cache": False}
 
 
@@ -296,7 +297,7 @@ class EarlierKeyValues:
 
     def __init__(self, mesh: DeviceMesh, length: int):
         self.mesh, self.shards = mesh, _list_shards(length, mesh.size())
-        self.shard = local_tokens(length, mesh)
+        self.shard = self.shards[mesh.get_local_rank()]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.shard.start
@@ -316,9 +317,9 @@ class EarlierKeyValues:
         return key, value
 
 
-def _use_earlier_key_values(mesh: DeviceMesh, module: ToSTAttention, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Before `ToSTAttention.forward`."""
-    return args, kwargs | {"past_key_values": EarlierKeyValues(mesh, kwargs["causal_mask_mapping"]["length"])}
+def _use_earlier_key_values(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Before `ToSTAttention.forward`: gradient checkpointing would drop an argument `past_key_values` of the layers."""
+    return args, kwargs | {"past_key_values": kwargs["causal_mask_mapping"]["key_values"]}
 
 
 class PrefixStates(NamedTuple):
