@@ -12,10 +12,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import custom_object_save, get_class_from_dynamic_module, get_relative_import_files
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
 
 
 # Source files ---------------------------------------------------------------------------------------------------------
@@ -124,7 +129,8 @@ class ToSTBaseConfig(PreTrainedConfig):
 
     def options(self) -> dict[str, object]:
         """The options whose values differ from those of the published models."""
-        return {name: value for name, value in self.to_dict().items() if name in self.get_option_defaults()}
+        defaults = self.get_option_defaults()
+        return {name: value for name, value in self.to_dict().items() if name in defaults}
 
     def to_dict(self) -> dict:
         """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
@@ -206,6 +212,15 @@ class ToSTBaseModel(PreTrainedModel):
         config.validate_architecture()  # fields may have been assigned since it was built
         super().__init__(config, *inputs, **kwargs)
         _register_adapter_targets(config_class.model_type, self._adapter_targets)
+
+    def _check_output_attentions(self, output_attentions: bool | None, has_attention: bool) -> None:
+        """Warns once that models without softmax attention return no attention weights."""
+        requested = self.config.output_attentions if output_attentions is None else output_attentions
+        if requested and not has_attention and not torch.compiler.is_compiling():
+            logger.warning_once(
+                "output_attentions=True returns no weights, as this model has no softmax attention between tokens; "
+                "output_memberships=True returns the memberships of TSSA layers."
+            )
 
     def post_init(self):
         # only parameters that this model has: transformers' common tests look up each name

@@ -477,10 +477,7 @@ class ToSTModel(ToSTPreTrainedModel):
                 "An encoder (is_causal=False) processes the whole sequence at once, so it has no cache: omit past_key_values "
                 "and use_cache."
             )
-        if kwargs.get("output_attentions", self.config.output_attentions) and not self.config.has_attention:
-            logger.warning_once(
-                "output_attentions=True returns no weights, as TSSA has none; output_memberships=True returns memberships."
-            )
+        self._check_output_attentions(kwargs.get("output_attentions"), self.config.has_attention)
         if past_key_values is not None and self.gradient_checkpointing and self.training:
             raise ValueError(
                 "A cache and gradient checkpointing cannot be used together: transformers would ignore the cache. Call "

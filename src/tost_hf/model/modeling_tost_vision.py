@@ -16,7 +16,7 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, BaseModelOutputWithPooling, ImageClassifierOutput
-from transformers.utils import TransformersKwargs, can_return_tuple, logging
+from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -24,9 +24,6 @@ from .base_tost import ToSTBaseModel, add_class_names
 from .configuration_tost_vision import ToSTVisionConfig
 from .layers_tost import MLP, ISTAStep, MembershipsMixin, TokenStatisticsSelfAttention, make_dropout
 from .tssa_reference import compute_dtype
-
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -360,16 +357,6 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
         elif isinstance(module, ToSTVisionModel):
             init.trunc_normal_(module.class_token, std=self.config.initializer_range)
 
-    def _check_output_attentions(self, output_attentions: bool | None) -> None:
-        """Warns once that models without softmax attention return no attentions."""
-        attention_type = self.config.attention_type
-        requested = self.config.output_attentions if output_attentions is None else output_attentions
-        if requested and attention_type != "softmax" and not torch.compiler.is_compiling():
-            logger.warning_once(
-                f"output_attentions=True returns no attentions: layers of attention_type {attention_type!r} have no softmax "
-                "attention between tokens. TSSA layers have memberships, which output_memberships=True returns."
-            )
-
 
 class ToSTVisionModel(ToSTVisionPreTrainedModel):
     """The ToST vision trunk: convolutional stem, TSSA blocks over the patches, class-attention blocks, final LayerNorm.
@@ -413,7 +400,7 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
             `last_hidden_state` (B, 1 + N, D), the class token, then the patches in row-major order, all after the final norm;
             `pooler_output` (B, D), the class token.
         """
-        self._check_output_attentions(kwargs.get("output_attentions"))
+        self._check_output_attentions(kwargs.get("output_attentions"), self.config.attention_type == "softmax")
         hidden_states = self.embeddings(pixel_values)
         for layer in self.layers:
             hidden_states = layer(hidden_states)
@@ -510,7 +497,7 @@ class ToSTBackbone(BackboneMixin, ToSTVisionPreTrainedModel):
             `feature_maps`, one (B, D, height / patch size, width / patch size) for each of `out_features`: "stem", the
             embedded patches with their positions, and "stage1", "stage2", ..., the patches after each block.
         """
-        self._check_output_attentions(kwargs.get("output_attentions"))
+        self._check_output_attentions(kwargs.get("output_attentions"), self.config.attention_type == "softmax")
         patches = self.embeddings(pixel_values)
         grid = [side // self.config.patch_size for side in pixel_values.shape[-2:]]
         *earlier_stages, last_stage = (self.stage_names.index(name) for name in self.out_features)
