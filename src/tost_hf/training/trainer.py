@@ -216,8 +216,7 @@ class ToSTTrainer(StreamingTrainer, PublishingTrainer, ParallelTrainer):
         super().create_accelerator_and_postprocess()
         self._check_processes()
         if isinstance(self.args, BaseTrainingArguments) and self.args.total_batch_size is not None:
-            group_size = self.get_tp_size() * self.get_sp_size() * self.get_cp_size()
-            data_parallel_size = self.args.world_size // group_size
+            data_parallel_size = self.args.world_size // self._group_size
             self.args.set_gradient_accumulation(data_parallel_size * max(1, self.args.n_gpu))
 
     def _check_processes(self) -> None:
