@@ -26,7 +26,7 @@ from run_image_classification import (
     DataTrainingArguments,
     EvaluationImages,
     choose_columns,
-    encode_labels,
+    number_labels,
     preprocess_logits_for_metrics,
 )
 from scripting import load_pretrained, parse_args, recorded_command, run
@@ -71,7 +71,7 @@ def match_labels(examples: Dataset, split: str, names: list[str], data_args: Dat
     if unnamed and isinstance(feature, ClassLabel) and not set(feature.names) <= set(names):
         logger.warning("The model's classes have no names: the data's label numbers are used as the model's class numbers.")
         examples = examples.cast_column("label", Value("int64"))
-    return encode_labels(split, examples, names, data_args)
+    return number_labels(split, examples, names, data_args)
 
 
 def load_real_labels(file: str, examples: Dataset) -> list[list[int]]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import datasets
 import scripting
 import torch
+from classification import class_names, encode_labels, find_column, label_candidates, load_classifier
 from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image, ImageOps
 from scripting import (
@@ -38,7 +39,6 @@ from transformers import (
     AutoModelForImageClassification,
     EvalPrediction,
     PreTrainedConfig,
-    PreTrainedModel,
     ViTImageProcessorPil,
     set_seed,
 )
@@ -52,6 +52,7 @@ from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainin
 
 logger = logging.getLogger("run_image_classification")
 
+IMAGE_COLUMNS = ("image", "img", "pixel_values")  # usual names, of columns that are no `datasets.Image`
 EVALUATION_SPLITS = ("validation", "valid", "val", "dev", "test")
 
 
@@ -67,6 +68,9 @@ class ModelArguments(scripting.ModelArguments):
         default="center",
         help="How evaluation resizes images: cropped to the center, or squashed.",
         metadata={"choices": list(CROPS)},
+    )
+    teacher_model_name_or_path: str | None = HfArg(
+        default=None, help="The teacher for --distillation_type soft or hard: an image classifier with the data's classes."
     )
 
     def __post_init__(self):
@@ -133,8 +137,8 @@ def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, se
         split: choose_columns(split, all_splits[split], data_args) for split in ("train", "validation") if split in all_splits
     }
 
-    names = class_names(next(iter(splits.values())), data_args)
-    splits = {split: encode_labels(split, dataset, names, data_args) for split, dataset in splits.items()}
+    names = class_names(next(iter(splits.values())), data_args.class_names)
+    splits = {split: number_labels(split, dataset, names, data_args) for split, dataset in splits.items()}
     if "validation" not in splits and "train" in splits and data_args.train_val_split > 0:
         parts = splits["train"].train_test_split(data_args.train_val_split, seed=seed)
         splits = {"train": parts["train"], "validation": parts["test"]}
@@ -143,60 +147,21 @@ def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, se
 
 def choose_columns(split: str, dataset: Dataset, data_args: DataTrainingArguments) -> Dataset:
     """Selects the columns of images and labels and renames them to "image" (undecoded) and "label"."""
-    image_columns = [name for name, feature in dataset.features.items() if isinstance(feature, datasets.Image)]
-    label_columns = [name for name, feature in dataset.features.items() if isinstance(feature, ClassLabel)]
-    available, columns = ", ".join(dataset.column_names), {}
-    for new, old, candidates, default_names in (
-        ("image", data_args.image_column_name, image_columns, ("image", "img", "pixel_values")),
-        ("label", data_args.label_column_name, label_columns, ("label", "labels", "fine_label")),
-    ):
-        if old is None:
-            candidates = candidates or [name for name in default_names if name in dataset.column_names]
-            if len(candidates) != 1:
-                raise ValueError(
-                    f"The {split} data has {'no' if not candidates else 'more than one'} column of {new}s; choose one of "
-                    f"{available} by --{new}_column_name."
-                )
-            old = candidates[0]
-        elif old not in dataset.column_names:
-            raise ValueError(f"The {split} data has no column {old!r}; choose one of {available}.")
-        columns[new] = old
+    images = [column for column, feature in dataset.features.items() if isinstance(feature, datasets.Image)]
+    images = images or [column for column in IMAGE_COLUMNS if column in dataset.column_names]
+    columns = {
+        "image": find_column(split, dataset, "image", data_args.image_column_name, images),
+        "label": find_column(split, dataset, "label", data_args.label_column_name, label_candidates(dataset)),
+    }
     dataset = dataset.select_columns(list(columns.values()))
     dataset = dataset.rename_columns({old: new for new, old in columns.items() if old != new})
     return dataset.cast_column("image", datasets.Image(decode=False))
 
 
-def class_names(dataset: Dataset, data_args: DataTrainingArguments) -> list[str]:
-    """The names of the classes, from `--class_names` or the data."""
-    feature = dataset.features["label"]
-    if data_args.class_names is not None:
-        return [name.strip() for name in data_args.class_names.split(",")]
-    if isinstance(feature, ClassLabel) and feature.names:
-        return feature.names
-    if feature.dtype in ("string", "large_string"):
-        return sorted(set(dataset["label"]) - {None})
-    raise ValueError("The labels are numbers without names: give the names by --class_names cat,dog,... in their order.")
-
-
-def encode_labels(split: str, dataset: Dataset, names: list[str], data_args: DataTrainingArguments) -> Dataset:
-    """Converts labels to indices of `names`; raises a ValueError for a label that is not among them."""
-    feature = dataset.features["label"]
-    labels = dataset["label"][:]
-    by_name = feature.dtype in ("string", "large_string")
-    if isinstance(feature, ClassLabel) and data_args.class_names is None:  # files may number the names differently
-        by_name, id2label = True, dict(enumerate(feature.names))
-        labels = [id2label.get(label, label) for label in labels]
-    label2id = {name if by_name else number: number for number, name in enumerate(names)}
-    for index, label in enumerate(labels):
-        if label not in label2id:
-            raise ValueError(
-                f"Image {index} of the {split} split has the label {label!r}, which is none of the {len(names)} classes "
-                f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}."
-            )
-    columns = {
-        "label": [label2id[label] for label in labels],
-        "source": [f"Image {index} of the {split} split" for index in range(len(labels))],
-    }
+def number_labels(split: str, dataset: Dataset, names: list[str], data_args: DataTrainingArguments) -> Dataset:
+    """Converts labels to indices of `names` and adds "source"; raises a ValueError for a label that is not among them."""
+    labels = encode_labels(split, dataset, names, data_args.class_names is None, "Image")
+    columns = {"label": labels, "source": [f"Image {index} of the {split} split" for index in range(len(labels))]}
     numbers = Dataset.from_dict(columns, Features({"label": ClassLabel(names=names), "source": Value("string")}))
     return datasets.concatenate_datasets([dataset.remove_columns("label"), numbers], axis=1)
 
@@ -264,33 +229,6 @@ def load_config(model_args: ModelArguments) -> PreTrainedConfig:
     return config
 
 
-def load_model(model_args: ModelArguments, config: PreTrainedConfig, names: list[str]) -> PreTrainedModel:
-    """The model to fine-tune, with a new classifier if its labels are not `names`, or a new model."""
-    old_names = [config.id2label[i] for i in range(config.num_labels)]
-    config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
-    if model_args.model_name_or_path is None or old_names != names:
-        model = AutoModelForImageClassification.from_config(config, **model_args.new_model_options)
-    if model_args.model_name_or_path is None:
-        logger.info(f"A new model of {model.num_parameters():,} parameters")
-        return model
-    pretrained = load_pretrained(
-        AutoModelForImageClassification,
-        model_args.model_name_or_path,
-        config=config,
-        ignore_mismatched_sizes=True,  # of the classifier
-        **model_args.pretrained_options,
-    )
-    if old_names != names:
-        if not hasattr(pretrained, "classifier"):
-            raise ValueError(f"{type(pretrained).__name__} has no `classifier` that could be replaced for the new labels.")
-        logger.warning(
-            f"The model knows {len(old_names)} labels ({', '.join(old_names[:3])}, ...), the data has {len(names)} "
-            f"({', '.join(names[:3])}, ...): its classifier is replaced by a new one."
-        )
-        pretrained.classifier = model.classifier  # the pretrained one is loaded if its size is the same
-    return pretrained
-
-
 def load_processor(model_args: ModelArguments, config: PreTrainedConfig) -> ViTImageProcessorPil:
     """The image processor for evaluation and inference, with the mean and deviation of the pretrained model."""
     processor = make_image_processor(config, model_args.crop)
@@ -307,6 +245,21 @@ def load_processor(model_args: ModelArguments, config: PreTrainedConfig) -> ViTI
         else:
             processor.image_mean, processor.image_std = pretrained.image_mean, pretrained.image_std
     return processor
+
+
+def load_teacher(model_args: ModelArguments) -> dict:
+    """The trainer's arguments of the teacher, none without one."""
+    name = model_args.teacher_model_name_or_path
+    if name is None:
+        return {}
+    options = model_args.hub_options | {"revision": "main"}
+    model = load_pretrained(AutoModelForImageClassification, name, dtype="float32", **options)
+    try:
+        processor = ViTImageProcessorPil.from_pretrained(name, **options)  # only its settings are used, which all have
+    except OSError:
+        logger.warning(f"{name} has no image processor: the teacher gets the student's input.")
+        processor = None
+    return {"teacher_model": model, "teacher_processor": processor}
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -368,7 +321,7 @@ def main(args: list[str] | None = None) -> None:
         splits = load_images(model_args, data_args, training_args.seed)
     select_samples(splits, data_args, training_args)
     names = next(iter(splits.values())).features["label"].names
-    model = load_model(model_args, config, names)
+    model = load_classifier(AutoModelForImageClassification, model_args, config, names)
     processor = load_processor(model_args, config)
 
     image_datasets = {}
@@ -388,6 +341,7 @@ def main(args: list[str] | None = None) -> None:
         data_collator=ImageCollator(len(names), training_args.mixup, training_args.cutmix),
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        **load_teacher(model_args),
     )
     samples = {"train": len(splits.get("train", ())), "eval": len(splits.get("validation", ()))}
     train_and_report(trainer, model_args, data_args, "image-classification", samples)

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,15 @@ import yaml
 from datasets import load_dataset
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, Trainer, TrainerState, TrainingArguments
+from transformers import (
+    AutoConfig,
+    HfArgumentParser,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.hf_argparser import HfArg
 
 from tost_hf import ToSTConfig, ToSTVisionConfig
@@ -81,6 +90,11 @@ class ModelArguments(HubArguments):
         default=None,
         help="The dtype of the weights; mixed precision is chosen with --bf16 instead.",
         metadata={"choices": ["auto", "bfloat16", "float16", "float32"]},
+    )
+    save_dtype: str | None = HfArg(
+        default=None,
+        help="The dtype in which the trained weights are stored and evaluated; checkpoints keep that of training.",
+        metadata={"choices": ["bfloat16", "float16"]},
     )
 
     @property
@@ -313,6 +327,8 @@ def train_and_report(
         start_step = 0 if checkpoint is None else TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE))).global_step
         result = trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model()  # and the tokenizer or image processor
+        if model_args.save_dtype is not None and trainer.is_world_process_zero():
+            store_in_dtype(trainer.model, args.output_dir, model_args.save_dtype)
         if result.global_step > start_step:
             report(trainer, "train", result.metrics, samples["train"])
         else:
@@ -337,9 +353,20 @@ def train_and_report(
         trainer.create_model_card(**card_options)
 
 
+def store_in_dtype(model: PreTrainedModel, folder: str, dtype: str) -> None:
+    """Stores a saved model's weights in another dtype, to which `model` gets rounded."""
+    stored = type(model).from_pretrained(folder, dtype=dtype)  # keeps float32 where the model needs it
+    with tempfile.TemporaryDirectory(dir=folder) as staging:
+        stored.save_pretrained(staging)
+        for file in Path(staging).iterdir():
+            os.replace(file, Path(folder, file.name))
+    model.load_state_dict(stored.state_dict())
+
+
 def record_run(trainer: Trainer, model_args, data_args) -> None:
     """Writes the run's command, dataset and initial model to the output folder, for the card."""
-    if not trainer.is_world_process_zero():
+    file = Path(trainer.args.output_dir, RUN_ARGUMENTS)
+    if not trainer.is_world_process_zero() or (file.exists() and not trainer.args.do_train):
         return
     run_arguments = {
         "command": recorded_command(sys.argv),
@@ -347,8 +374,8 @@ def record_run(trainer: Trainer, model_args, data_args) -> None:
         "dataset_config_name": data_args.dataset_config_name,
         "model_name_or_path": model_args.model_name_or_path,
     }
-    with staged_file(Path(trainer.args.output_dir, RUN_ARGUMENTS)) as file:
-        file.write_text(
+    with staged_file(file) as staged:
+        staged.write_text(
             json.dumps({name: value for name, value in run_arguments.items() if value}, indent=2) + "\n", encoding="utf-8"
         )
 

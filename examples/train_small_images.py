@@ -139,30 +139,6 @@ def evaluate(images: str, folder: str, splits: dict) -> torch.Tensor:
     return matrix
 
 
-def plot_confusion(matrix: torch.Tensor, names: list[str], folder: str) -> None:
-    """Plots the confusion matrix, normalized over the images of each class."""
-    fractions = (matrix / matrix.sum(1, keepdim=True).clamp_min(1)).numpy()
-    side = 2 + 0.45 * len(names)
-    figure = Figure(figsize=(side, side), layout="constrained")
-    display = ConfusionMatrixDisplay(fractions, display_labels=names)
-    display.plot(ax=figure.subplots(), values_format=".0%", xticks_rotation="vertical", colorbar=False)
-    figure.savefig(Path(folder, CONFUSION), dpi=80)
-
-
-def class_section(matrix: torch.Tensor, names: list[str]) -> str:
-    """A section for the card: accuracy and most frequent mistake of each class, and the two figures."""
-    records = []
-    for label, counts in enumerate(matrix):
-        mistakes = counts.clone()
-        mistakes[label] = 0
-        top_mistake = f"{names[int(mistakes.argmax())]} ({int(mistakes.max())})" if mistakes.any() else ""
-        total = int(counts.sum())
-        records.append((names[label], total, f"{int(counts[label]) / total:.1%}" if total else "", top_mistake))
-    figures = f"![Loss and accuracy by step]({CURVES})\n\n![Confusion matrix]({CONFUSION})"
-    header = ("class", "held-out images", "accuracy", "most frequent mistake")
-    return "\n\n".join([TITLE, make_markdown_table(header, records), figures])
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, "tost-images", SIZES)
     parser.add_argument("--images", required=True, metavar="IMAGE_FOLDER", help="a folder of images, or a dataset's Hub id")

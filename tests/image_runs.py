@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import auto_processor_missing, randomize, small_vision_config
 from PIL import Image as PILImage
 from scripts import EXAMPLES, command_line
 from sklearn.datasets import load_digits
-from transformers import AutoImageProcessor, ViTImageProcessorPil, pipeline
+from transformers import AutoImageProcessor, RegNetConfig, RegNetForImageClassification, ViTImageProcessorPil, pipeline
 
 from tost_hf import ToSTForImageClassification
 from tost_hf.image_processing import make_image_processor
@@ -86,6 +87,14 @@ def results(output_dir) -> dict[str, float]:
 def tiny_vision_model(**changes) -> ToSTForImageClassification:
     config = small_vision_config(num_class_attention_layers=1, num_labels=3, **changes)
     return randomize(ToSTForImageClassification(config))
+
+
+def tiny_teacher(names=tuple(NAMES)) -> RegNetForImageClassification:
+    """A convolutional network with random weights."""
+    torch.manual_seed(1)
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 8, "layer_type": "x"}
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    return RegNetForImageClassification(RegNetConfig(**sizes, **labels))
 
 
 def training_args(tmp_path, **changes) -> ToSTVisionTrainingArguments:

@@ -12,7 +12,7 @@ import pytest
 import run_image_classification as script
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value, load_dataset
-from image_runs import NAMES, TINY, digit_pictures, load_processor, make_pipeline, results, tiny_vision_model
+from image_runs import NAMES, TINY, digit_pictures, load_processor, make_pipeline, results, tiny_teacher, tiny_vision_model
 from PIL import Image as PILImage
 from safetensors.torch import load_file
 from scripts import EXAMPLES, environment, launch, losses
@@ -75,7 +75,7 @@ def test_head_matches_the_labels(tmp_path, names, has_head, caplog):
     old = tiny_vision_model(id2label=dict(enumerate(NAMES)), label2id={name: i for i, name in enumerate(NAMES)})
     (old if has_head else old.tost).save_pretrained(tmp_path)
     args = script.ModelArguments(model_name_or_path=str(tmp_path))
-    new = script.load_model(args, script.load_config(args), names)
+    new = load_classifier(AutoModelForImageClassification, args, script.load_config(args), names)
     assert new.config.id2label == dict(enumerate(names)) and new.config.label2id == {n: i for i, n in enumerate(names)}
     assert new.classifier.weight.shape == (len(names), 32) and new.num_labels == len(names)
     is_reused = names == NAMES
@@ -236,10 +236,12 @@ def test_bad_labels(tmp_path, labels, feature, changes, message):
 
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path, image_args):
-    """With frozen BatchNorm, because each process would compute statistics of its own half of the batch."""
+    """With a teacher, and frozen BatchNorm, because each process would compute statistics of its own half of the batch."""
     common = {"freeze_batch_norm": True, "optim": "sgd", "learning_rate": 0.1, "mixup": 0, "cutmix": 0, "ema_decay": 0.5}
     # an epoch has 12 steps; the evaluation batches are full because Trainer averages over batches
     common |= {"max_steps": 14, "do_eval": True, "lr_scheduler_type": "constant", "max_eval_samples": 16}
+    tiny_teacher().save_pretrained(tmp_path / "teacher")
+    common |= {"teacher_model_name_or_path": tmp_path / "teacher", "distillation_type": "soft"}
     one = launch(SCRIPT, tmp_path, image_args(output_dir=tmp_path / "one", per_device_train_batch_size=8, **common), 1)
     two = launch(SCRIPT, tmp_path, image_args(output_dir=tmp_path / "two", per_device_train_batch_size=4, **common), 2)
     assert "process 0 of 1" in one and "process 0 of 2" in two and "process 1 of 2" in two

@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .checkpoints import output_folder
+from .distillation import DISTILLATION_TYPES, ImageTeacher, distillation_loss
 from .trainer import BaseTrainingArguments, ToSTTrainer
 
 
@@ -25,7 +26,7 @@ EMA_FOLDER = "ema"
 
 @dataclass
 class ToSTVisionTrainingArguments(BaseTrainingArguments):
-    """`TrainingArguments` with augmentation, EMA weights and BatchNorm options, all off by default.
+    """`TrainingArguments` with augmentation, EMA weights, BatchNorm options and distillation, all off by default.
 
     The authors' settings (paper, arXiv 2412.17810, and XCiT's code) are in `examples/recipes/image_pretraining.yaml` and
     `image_finetuning.yaml`.
@@ -56,6 +57,8 @@ class ToSTVisionTrainingArguments(BaseTrainingArguments):
         "repeated_augmentation": (1, 1000),
         "mixup": (0, 1000),
         "cutmix": (0, 1000),
+        "distillation_alpha": (0, 1),
+        "distillation_tau": (0.001, 1000),
     }
 
     ema_decay: float = field(default=0.0, metadata={"help": "Decay of the EMA weights; 0 for none."})
@@ -88,9 +91,27 @@ class ToSTVisionTrainingArguments(BaseTrainingArguments):
         default=False,
         metadata={"help": "Normalize by BatchNorm's running statistics in training, too, without updating them."},
     )
+    distillation_type: str = field(
+        default="none",
+        metadata={
+            "help": "How the teacher's logits are used (DeiT, arXiv 2012.12877): soft for its distribution, hard for its most "
+            "likely class.",
+            "choices": list(DISTILLATION_TYPES),
+        },
+    )
+    distillation_alpha: float = field(
+        default=0.5, metadata={"help": "Weight of the teacher's part of the loss; the rest is that of the labels."}
+    )
+    distillation_tau: float = field(default=1.0, metadata={"help": "Temperature of soft distillation."})
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Whether to drop columns that the model's forward does not accept."}
     )
+
+    def __post_init__(self):
+        if self.distillation_type not in DISTILLATION_TYPES:
+            choices = ", ".join(DISTILLATION_TYPES)
+            raise ValueError(f"distillation_type must be one of {choices}, got {self.distillation_type!r}.")
+        super().__post_init__()
 
 
 class _VisionCallback(TrainerCallback):
@@ -110,7 +131,7 @@ class _VisionCallback(TrainerCallback):
 
 
 class ToSTVisionTrainer(ToSTTrainer):
-    """`ToSTTrainer` for images: cross-entropy with the soft labels of Mixup and CutMix, EMA weights, BatchNorm options.
+    """`ToSTTrainer` for images: soft labels of Mixup and CutMix, a teacher, EMA weights, BatchNorm options.
 
     Where the model's `problem_type` is "multi_label_classification" or "regression" (also the default for `num_labels=1`), the
     loss is the model's.
@@ -122,13 +143,22 @@ class ToSTVisionTrainer(ToSTTrainer):
     The class token and XCA's `temperature` have no weight decay, either. A `sampler` of the training data set determines its
     order (see `tost_hf.training.augmentation.RepeatedSampler`).
 
+    With a teacher the loss is (1 - `distillation_alpha`) of the cross-entropy with the labels, and `distillation_alpha` of
+    `tost_hf.training.distillation.distillation_loss` (DeiT, arXiv 2012.12877, eq. 2 and 3). The teacher sees the augmented and
+    mixed images of the student; it is not trained, wrapped or saved, and evaluation is without it.
+
+    Args:
+        model, args: as of `Trainer`; and its other arguments.
+        teacher_model: an image classifier with the labels of `model`, for `distillation_type` "soft" or "hard".
+        teacher_processor: its image processor, if it normalizes or resizes other than that of `model` (`processing_class`).
+
     An example has "pixel_values" (3, height, width) and "labels": a class or soft labels (classes,), or what the model's
     `problem_type` needs.
 
     Raises:
         TypeError: `args` are not `ToSTVisionTrainingArguments`.
-        ValueError: EMA weights with FSDP or DeepSpeed, `sync_batch_norm` on several CPUs, or label smoothing, Mixup or CutMix
-            without classes.
+        ValueError: EMA weights with FSDP or DeepSpeed; `sync_batch_norm` on several CPUs; label smoothing, Mixup, CutMix or
+            distillation without classes; a teacher without `distillation_type` or vice versa, or with other labels.
 
     Example:
 
@@ -143,13 +173,32 @@ class ToSTVisionTrainer(ToSTTrainer):
     args: ToSTVisionTrainingArguments
     ema: AveragedModel | None = None
 
-    def __init__(self, model=None, args: TrainingArguments | None = None, **kwargs):
+    def __init__(
+        self,
+        model=None,
+        args: TrainingArguments | None = None,
+        *positional,
+        teacher_model: PreTrainedModel | None = None,
+        teacher_processor=None,
+        **kwargs,
+    ):
         args = ToSTVisionTrainingArguments() if args is None else args
         if not isinstance(args, ToSTVisionTrainingArguments):
             raise TypeError(
                 f"args must be ToSTVisionTrainingArguments, not {type(args).__name__}; use ToSTTrainer for others."
             )
-        super().__init__(model, args, **kwargs)
+        if (teacher_model is None) != (args.distillation_type == "none"):
+            raise ValueError(
+                f"distillation_type {args.distillation_type!r} does not suit {'no' if teacher_model is None else 'a'} "
+                'teacher_model: give both "soft" or "hard" and a teacher, or neither.'
+            )
+        super().__init__(model, args, *positional, **kwargs)
+        self.teacher: ImageTeacher | None = None
+        if teacher_model is not None:
+            student_config = self.model.config
+            self.teacher = ImageTeacher(
+                teacher_model.to(args.device), student_config, teacher_processor, self.processing_class
+            )
         self.label_smoother = None  # compute_loss applies label smoothing, in training only
         self.model_accepts_loss_kwargs = False  # the loss is the mean of a micro-batch
         self.add_callback(_VisionCallback(self))
@@ -160,8 +209,8 @@ class ToSTVisionTrainer(ToSTTrainer):
         default = "regression" if getattr(config, "num_labels", None) == 1 else None
         problem_type = getattr(config, "problem_type", None) or default
         self.has_classes = problem_type in (None, "single_label_classification")
-        for name in ("label_smoothing_factor", "mixup", "cutmix"):
-            if not self.has_classes and getattr(self.args, name):
+        for name in ("label_smoothing_factor", "mixup", "cutmix", "distillation_type"):
+            if not self.has_classes and getattr(self.args, name) not in (0, "none"):
                 raise ValueError(f"{name} is for images of one class each; this model's problem_type is {problem_type!r}.")
         if self.args.sync_batch_norm:
             if self.args.world_size > 1 and self.args.device.type == "cpu":
@@ -190,6 +239,12 @@ class ToSTVisionTrainer(ToSTTrainer):
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         loss = F.cross_entropy(outputs.logits.float(), labels, label_smoothing=self.args.label_smoothing_factor)
+        if self.teacher is not None:
+            args = self.args
+            with self.accelerator.autocast():  # which wraps the forward method of the student
+                teacher_logits = self.teacher(inputs["pixel_values"])
+            teacher_loss = distillation_loss(outputs.logits, teacher_logits, args.distillation_type, args.distillation_tau)
+            loss = (1 - args.distillation_alpha) * loss + args.distillation_alpha * teacher_loss
         return (loss, outputs) if return_outputs else loss
 
     def _get_train_sampler(self, train_dataset=None):

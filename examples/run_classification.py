@@ -1,0 +1,370 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Trains or fine-tunes a text classifier: transformers' run_classification, with ToST's presets, for texts of any length.
+
+    python examples/run_classification.py examples/recipes/text_classification.yaml --dataset_name stanfordnlp/imdb \
+        --do_train --do_eval --do_predict --output_dir tost-imdb-2m
+    python examples/run_classification.py --model_name_or_path model_cards/trained/tost-imdb-2m --dtype float32 \
+        --train_file reviews.csv --do_train --do_eval --output_dir my-classifier
+    python examples/run_classification.py --model_name_or_path my-classifier --test_file more.csv --do_predict \
+        --output_dir evaluated
+
+It has the arguments of `ToSTTrainingArguments`, and the first argument may be a .yaml or .json file of arguments; those after it
+take precedence. The data is a Hub dataset, a folder that `datasets` reads, or files (csv, json, parquet) with a column of texts
+and one of labels. --do_eval evaluates on the validation data, by default a part of the training data, also during training;
+--do_predict on the test data, once, at the end. Accuracy, confusion matrix, training curves and card are written to the output
+folder. The model may be any sequence classifier of transformers.
+"""
+
+import logging
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import scripting
+import torch
+from classification import (
+    CURVES,
+    class_names,
+    class_section,
+    encode_labels,
+    find_column,
+    label_candidates,
+    load_classifier,
+)
+from curves import plot_curves
+from datasets import Dataset
+from evaluation import Measurement, Source, make_results, write_results
+from huggingface_hub import ModelCard
+from scripting import (
+    LOADERS,
+    check_limits,
+    file_extension,
+    load_pretrained,
+    override_config,
+    parse_args,
+    read_dataset,
+    recorded_command,
+    report,
+    run,
+    set_up_logging,
+    train_and_report,
+)
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertTokenizerFast,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+from transformers.hf_argparser import HfArg
+
+from tost_hf import ToSTTrainer, ToSTTrainingArguments
+from tost_hf.files import EVALUATION
+from tost_hf.hub.cards import save_card
+from tost_hf.hub.records import CARD
+from tost_hf.training.checkpoints import output_folder
+from tost_hf.training.metrics import Accuracy
+
+
+logger = logging.getLogger("run_classification")
+
+VALIDATION_SPLITS = ("validation", "valid", "val", "dev")
+TEXT_COLUMNS = ("text", "sentence", "content", "review")
+
+
+@dataclass
+class ModelArguments(scripting.ModelArguments):
+    """Which model, configuration and tokenizer."""
+
+    model_type: str = HfArg(default="tost", help="The type of model to train from scratch with default sizes.")
+    tokenizer_name: str | None = HfArg(default=None, help="The tokenizer, a folder or a Hub id. Default: the model's.")
+    tokenizer_vocab_size: int | None = HfArg(
+        default=None,
+        help="For a model from scratch: train a tokenizer of this size, BERT's lowercase WordPiece, on the training texts.",
+    )
+
+
+@dataclass
+class DataTrainingArguments:
+    """Which texts, and their labels."""
+
+    dataset_name: str | None = HfArg(default=None, help="The dataset, a Hub id or a folder.")
+    dataset_config_name: str | None = HfArg(default=None, help="The configuration of the dataset.")
+    train_file: str | None = HfArg(default=None, help="A csv, json or parquet file of training texts.")
+    validation_file: str | None = HfArg(default=None, help="A file of validation texts.")
+    test_file: str | None = HfArg(default=None, help="A file of test texts.")
+    text_column_name: str | None = HfArg(default=None, help="The column of texts. Default: the only one.")
+    label_column_name: str | None = HfArg(default=None, help="The column of labels. Default: the only one.")
+    class_names: str | None = HfArg(
+        default=None, help="The names of the labels 0, 1, ..., separated by commas, if the data has numbers only."
+    )
+    train_val_split: float = HfArg(
+        default=0.05, help="The fraction of training texts to hold out if there are no validation texts."
+    )
+    max_seq_length: int | None = HfArg(
+        default=None, help="Texts are cut to this many tokens. Default: the model's maximum; some have none."
+    )
+    max_train_samples: int | None = HfArg(default=None, help="The maximum number of training texts.")
+    max_eval_samples: int | None = HfArg(default=None, help="The maximum number of validation texts.")
+    max_predict_samples: int | None = HfArg(default=None, help="The maximum number of test texts.")
+
+    def __post_init__(self):
+        if not any((self.dataset_name, self.train_file, self.validation_file, self.test_file)):
+            raise ValueError(
+                "There are no texts to work on: give --dataset_name, --train_file, --validation_file or --test_file."
+            )
+        check_limits(self)
+        if not 0 <= self.train_val_split < 1:
+            raise ValueError(f"--train_val_split must be at least 0 and below 1, got {self.train_val_split}.")
+
+
+@dataclass
+class ClassificationTrainingArguments(ToSTTrainingArguments):
+    """`ToSTTrainingArguments` with masked tokens; batches are of texts of similar length."""
+
+    ranges = ToSTTrainingArguments.ranges | {"token_masking": (0, 1)}
+
+    train_sampling_strategy: str = field(default="group_by_length", metadata={"help": "How the training texts are ordered."})
+    token_masking: float = field(
+        default=0.0, metadata={"help": "Fraction of a text's tokens that are masked at random in each training step."}
+    )
+
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+
+def load_texts(model_args: ModelArguments, data_args: DataTrainingArguments, training_args) -> dict[str, Dataset]:
+    """The requested splits "train", "validation" and "test" with the columns "text" and "label" (a number), and their names."""
+    options = {"cache_dir": model_args.cache_dir, "token": model_args.token}
+    if data_args.dataset_name is not None:
+        splits = dict(read_dataset(data_args.dataset_name, data_args.dataset_config_name, **options))
+        validation_split = next((name for name in VALIDATION_SPLITS if name in splits), None)
+        if validation_split is not None:
+            splits["validation"] = splits[validation_split]
+    else:
+        files = {"train": data_args.train_file, "validation": data_args.validation_file, "test": data_args.test_file}
+        splits = {}
+        for split, file in files.items():
+            if file is not None:
+                if file_extension(file) not in LOADERS:
+                    raise ValueError(f"{file!r} is none of the kinds of files that can be read: {', '.join(LOADERS)}.")
+                loader = LOADERS[file_extension(file)]
+                splits[split] = read_dataset(loader, data_files=file, split="train", **options)
+    splits = {
+        split: choose_columns(split, splits[split], data_args) for split in ("train", "validation", "test") if split in splits
+    }
+    if "train" in splits and "validation" not in splits and training_args.do_eval and data_args.train_val_split > 0:
+        parts = splits["train"].train_test_split(data_args.train_val_split, seed=training_args.seed)
+        splits |= {"train": parts["train"], "validation": parts["test"]}
+    for split, is_requested, limit in (
+        ("train", training_args.do_train, data_args.max_train_samples),
+        ("validation", training_args.do_eval, data_args.max_eval_samples),
+        ("test", training_args.do_predict, data_args.max_predict_samples),
+    ):
+        if is_requested and split not in splits:
+            raise ValueError(f"There are no {split} texts; give --{split}_file, or a dataset that has them.")
+        if split in splits and limit is not None:  # shuffled, as files may be sorted by class
+            dataset = splits[split].shuffle(seed=training_args.seed)
+            splits[split] = dataset.select(range(min(limit, len(dataset))))
+    return splits
+
+
+def choose_columns(split: str, dataset: Dataset, data_args: DataTrainingArguments) -> Dataset:
+    """Selects the columns of texts and labels and renames them to "text" and "label"."""
+    texts = [column for column in TEXT_COLUMNS if column in dataset.column_names]
+    columns = {
+        "text": find_column(split, dataset, "text", data_args.text_column_name, texts),
+        "label": find_column(split, dataset, "label", data_args.label_column_name, label_candidates(dataset)),
+    }
+    dataset = dataset.select_columns(list(columns.values()))
+    return dataset.rename_columns({old: new for new, old in columns.items() if old != new})
+
+
+def tokenize(
+    split: str, dataset: Dataset, names: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int | None, has_names: bool
+) -> Dataset:
+    """The examples of a split with "input_ids", "labels" and "length", their number of tokens.
+
+    Raises:
+        ValueError: an example has no text, or a label that is none of `names`.
+    """
+    for index, text in enumerate(dataset["text"]):
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"Text {index} of the {split} split is empty.")
+    labels = encode_labels(split, dataset, names, has_names, "Text")
+
+    def encode(examples: dict) -> dict:
+        input_ids = tokenizer(examples["text"], return_attention_mask=False, verbose=False)["input_ids"]
+        if max_length is not None and any(len(ids) > max_length for ids in input_ids):
+            input_ids = tokenizer(examples["text"], truncation=True, max_length=max_length)["input_ids"]
+        return {"input_ids": input_ids, "length": [len(ids) for ids in input_ids]}
+
+    encoded = dataset.map(encode, batched=True, remove_columns=dataset.column_names, desc=f"Tokenizing the {split} texts")
+    lengths = sorted(encoded["length"])
+    cut = sum(length == max_length for length in lengths)
+    logger.info(
+        f"The {split} texts have {lengths[len(lengths) // 2]} tokens in the middle and {lengths[-1]} at most"
+        + (f"; {cut} of {len(lengths)} have {max_length} or were cut to them" if cut else "")
+    )
+    return encoded.add_column("labels", labels)
+
+
+# Model ---------------------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(model_args: ModelArguments, splits: dict[str, Dataset]) -> PreTrainedTokenizerBase:
+    """The tokenizer, trained on the training texts with `--tokenizer_vocab_size`; with a token for padding."""
+    name = model_args.tokenizer_name or model_args.model_name_or_path
+    if model_args.tokenizer_vocab_size is not None:
+        if name is not None or "train" not in splits:
+            raise ValueError("--tokenizer_vocab_size is for a new model of training texts, without --tokenizer_name.")
+        return BertTokenizerFast().train_new_from_iterator(iter(splits["train"]["text"]), model_args.tokenizer_vocab_size)
+    if name is None:
+        raise ValueError("A model from scratch needs --tokenizer_name, a folder or a Hub id, or --tokenizer_vocab_size.")
+    tokenizer = load_pretrained(AutoTokenizer, name, **model_args.hub_options)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_config(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The configuration of the model to fine-tune, or of the one to train from scratch, for the tokenizer."""
+    config = model_args.load_config()
+    defaults = {"pad_token_id": tokenizer.pad_token_id}
+    if model_args.model_name_or_path is None:
+        defaults |= {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": None}
+    config = override_config(config, model_args.config_overrides, **defaults)
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ValueError(f"A model of the type {config.model_type!r} is no text classifier.")
+    return config
+
+
+def choose_max_length(max_seq_length: int | None, config: PreTrainedConfig) -> int | None:
+    """The number of tokens that texts are cut to, None for no limit."""
+    limit = getattr(config, "max_position_embeddings", None)
+    limit = None if limit in (None, float("inf")) else int(limit)
+    if max_seq_length is not None and limit is not None and max_seq_length > limit:
+        raise ValueError(f"--max_seq_length {max_seq_length} is over the model's max_position_embeddings of {limit}.")
+    return max_seq_length or limit
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+class ClassificationTrainer(ToSTTrainer):
+    """`ToSTTrainer` that masks tokens in training, and whose card has a section at its end."""
+
+    section = ""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if model.training and self.args.token_masking > 0:
+            tokenizer, input_ids = self.processing_class, inputs["input_ids"]
+            # drawn here and not by the collator, whose batches are ahead of the steps: so a resumed run repeats them
+            masked = torch.rand(input_ids.shape, device=input_ids.device) < self.args.token_masking
+            masked &= ~torch.isin(input_ids, torch.tensor(tokenizer.all_special_ids, device=input_ids.device))
+            inputs = inputs | {"input_ids": input_ids.masked_fill(masked, tokenizer.mask_token_id)}
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        super().create_model_card(*args, **kwargs)
+        card_file = output_folder(self) / CARD
+        if self.section and self.is_world_process_zero() and card_file.is_file():
+            card = ModelCard.load(card_file)
+            card.text = f"{card.text.rstrip()}\n\n{self.section}\n"
+            save_card(card, card_file)
+
+
+def preprocess_logits_for_metrics(logits, labels):
+    """The most likely class, which evaluation collects instead of the logits."""
+    return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
+
+
+def compute_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
+    return Accuracy().compute(predictions=eval_prediction.predictions, references=eval_prediction.label_ids)
+
+
+def report_results(trainer: ClassificationTrainer, examples: Dataset, split: str, data_args: DataTrainingArguments) -> None:
+    """Evaluates on a split; writes accuracy, confusion matrix and training curves, and the section of the card."""
+    prefix = {"validation": "eval", "test": "predict"}[split]
+    output = trainer.predict(examples, metric_key_prefix=prefix)
+    assert output.metrics is not None and output.label_ids is not None
+    report(trainer, prefix, output.metrics, len(examples))
+    if not trainer.is_world_process_zero():
+        return
+    folder, config = trainer.args.output_dir, trainer.model.config
+    predictions, labels = output.predictions.tolist(), output.label_ids.tolist()
+    names = [config.id2label[i] for i in range(config.num_labels)]
+    data = data_args.dataset_name or getattr(data_args, f"{split}_file") or data_args.train_file
+    title = Path(data).name if Path(data).exists() else data
+    protocol = f"whole texts, up to {max(examples['length'])} tokens, {len(names)} classes, {trainer.model.dtype} weights"
+    if trainer.args.mixed_precision != "no":
+        protocol += f", mixed precision {trainer.args.mixed_precision}"
+    share = max(map(labels.count, set(labels))) / len(labels)
+    measurements = [
+        Measurement("accuracy", "Accuracy", output.metrics[f"{prefix}_accuracy"], len(labels), protocol),
+        Measurement("accuracy", "Baseline: accuracy of the most frequent class", share, len(labels), "always the same class"),
+    ]
+    source = Source(examples, title, data_args.dataset_config_name, split)
+    results = make_results("text-classification", title, source, measurements, recorded_command(sys.argv), trainer.args.seed)
+    write_results(Path(folder, EVALUATION), results)
+    if any("loss" in entry for entry in trainer.state.log_history):
+        plot_curves(trainer.state.log_history, Path(folder, CURVES))
+    trainer.section = class_section(labels, predictions, names, folder)
+
+
+def main(args: list[str] | None = None) -> None:
+    args = sys.argv[1:] if args is None else args
+    model_args, data_args, training_args = parse_args(
+        args, ModelArguments, DataTrainingArguments, ClassificationTrainingArguments, description=__doc__
+    )
+    set_up_logging(training_args, logger)
+    set_seed(training_args.seed)
+
+    with training_args.main_process_first(desc="preparing the texts"):
+        splits = load_texts(model_args, data_args, training_args)
+        tokenizer = load_tokenizer(model_args, splits)
+    if training_args.token_masking > 0 and tokenizer.mask_token is None:
+        raise ValueError("--token_masking needs a tokenizer with a mask token.")
+    config = load_config(model_args, tokenizer)
+    known_names = [config.id2label[i] for i in range(config.num_labels)] if model_args.model_name_or_path else []
+    names = class_names(next(iter(splits.values())), data_args.class_names, known_names)
+    if not training_args.do_train and names != known_names:
+        raise ValueError(
+            f"The model's classes are {', '.join(known_names)}, the data's {', '.join(names)}: train it first (--do_train), or "
+            "name the data's classes by --class_names."
+        )
+    max_length = choose_max_length(data_args.max_seq_length, config)
+    has_names = data_args.class_names is None
+    examples = {split: tokenize(split, dataset, names, tokenizer, max_length, has_names) for split, dataset in splits.items()}
+    trainer = ClassificationTrainer(
+        model=load_classifier(AutoModelForSequenceClassification, model_args, config, names),
+        args=training_args,
+        train_dataset=examples.get("train"),
+        eval_dataset=examples.get("validation"),
+        processing_class=tokenizer,
+        data_collator=DataCollatorWithPadding(tokenizer),
+        compute_metrics=compute_metrics,
+        preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+    )
+    final_split = "test" if training_args.do_predict else "validation"
+    samples = {"train": len(examples.get("train", ())), "eval": len(examples.get("validation", ()))}
+    train_and_report(
+        trainer,
+        model_args,
+        data_args,
+        "text-classification",
+        samples,
+        before_card=lambda: (
+            report_results(trainer, examples[final_split], final_split, data_args)
+            if training_args.do_predict or training_args.do_eval
+            else None
+        ),
+    )
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,136 @@
+# Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
+"""Distillation of an image classifier from a teacher (DeiT, arXiv 2012.12877), without a distillation token."""
+
+from dataclasses import dataclass
+
+import torch
+from PIL.Image import Resampling
+from torch.nn import functional as F
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+DISTILLATION_TYPES = ("none", "soft", "hard")
+
+_INTERPOLATION = {Resampling.NEAREST: "nearest", Resampling.BILINEAR: "bilinear"}  # others are bicubic
+
+
+def distillation_loss(
+    logits: torch.Tensor, teacher_logits: torch.Tensor, distillation_type: str, tau: float = 1.0
+) -> torch.Tensor:
+    """The teacher's part of the loss, the mean of a batch.
+
+    Args:
+        logits, teacher_logits: (B, K).
+        distillation_type: "soft" for tau^2 KL(teacher || student) of the distributions at temperature `tau` (DeiT, eq. 2), "hard"
+            for the cross-entropy with the teacher's most likely class (eq. 3).
+        tau: temperature of "soft".
+    """
+    logits, teacher_logits = logits.float(), teacher_logits.float()
+    if distillation_type == "hard":
+        return F.cross_entropy(logits, teacher_logits.argmax(-1))
+    log_probs, teacher_log_probs = ((x / tau).log_softmax(-1) for x in (logits, teacher_logits))
+    # the mean over images, as in the equation; the authors' code divides by the number of classes, too
+    return tau**2 * F.kl_div(log_probs, teacher_log_probs, reduction="batchmean", log_target=True)
+
+
+@dataclass(frozen=True)
+class _PixelFormat:
+    """The `pixel_values` that an image processor returns: `(x * scale - mean) / std` of pixels x from 0 to 1.
+
+    Raises:
+        ValueError: the processor does not state its normalization.
+    """
+
+    size: tuple[int, int] | None  # height and width; None for that of the image
+    interpolation: str
+    scale: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def from_processor(cls, processor) -> "_PixelFormat":
+        if not hasattr(processor, "image_mean"):
+            raise ValueError(f"{type(processor).__name__} states no image_mean: give an image processor of transformers.")
+        sides = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
+        sides = dict(sides) if getattr(processor, "do_resize", True) and sides else {}
+        side = sides.get("shortest_edge")
+        height, width = sides.get("height", side), sides.get("width", side)
+        normalizes = getattr(processor, "do_normalize", True)
+        return cls(
+            size=None if height is None or width is None else (height, width),
+            interpolation=_INTERPOLATION.get(processor.resample, "bicubic"),
+            scale=255 * (processor.rescale_factor if getattr(processor, "do_rescale", True) else 1),
+            mean=tuple(processor.image_mean) if normalizes else (0.0,),
+            std=tuple(processor.image_std) if normalizes else (1.0,),
+        )
+
+    def normalize(self, x: torch.Tensor) -> torch.Tensor:
+        mean, std = (x.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        return (x * self.scale - mean) / std
+
+    def denormalize(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        mean, std = (pixel_values.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
+        return (pixel_values * std + mean) / self.scale
+
+
+class ImageTeacher:
+    """A frozen image classifier that returns logits for a student's input, in the order of the student's labels.
+
+    It is not a module, so that it is part of no optimizer, checkpoint or wrapper of a trainer that has it.
+
+    Args:
+        model: the teacher; set to evaluation mode, its parameters are frozen.
+        student_config: the configuration of the student, whose labels are matched by name.
+        processor: the teacher's image processor. Where it normalizes or resizes other than the student's, the teacher's input
+            is computed from the student's. None: the teacher gets the student's input.
+        student_processor: the student's image processor; only None if `processor` is.
+
+    Raises:
+        ValueError: the labels are not the same, or a processor is missing or does not state its normalization.
+    """
+
+    def __init__(self, model: PreTrainedModel, student_config: PreTrainedConfig, processor=None, student_processor=None):
+        self.model = model.eval().requires_grad_(False)
+        labels, teacher_labels = (
+            [config.id2label[i] for i in range(config.num_labels)] for config in (student_config, model.config)
+        )
+        if sorted(labels) != sorted(teacher_labels):
+            missing, unknown = sorted(set(labels) - set(teacher_labels)), sorted(set(teacher_labels) - set(labels))
+            raise ValueError(
+                f"The teacher must have the student's labels. It lacks {_quote(missing)} and has in addition "
+                f"{_quote(unknown)}: choose a teacher of the same classes, or name them alike in its config.json (id2label)."
+            )
+        self.order = [teacher_labels.index(label) for label in labels]
+        self.format = self.student_format = None
+        if processor is not None:
+            if student_processor is None:
+                raise ValueError("The teacher's image processor is given, but not the student's (processing_class).")
+            self.format, self.student_format = map(_PixelFormat.from_processor, (processor, student_processor))
+
+    @torch.no_grad()
+    def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """The teacher's logits (B, K) for the student's `pixel_values` (B, C, height, width)."""
+        return self.model(pixel_values=self.convert(pixel_values)).logits[:, self.order]
+
+    def convert(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """The teacher's `pixel_values`: the same crops, resized and normalized as by the teacher's processor."""
+        if self.format is None or self.student_format is None:
+            return pixel_values
+        size, student_size = self.format.size, tuple(pixel_values.shape[-2:])
+        resizes = size is not None and size != student_size
+        values = ("scale", "mean", "std")
+        if not resizes and all(getattr(self.format, name) == getattr(self.student_format, name) for name in values):
+            return pixel_values
+        x = self.student_format.denormalize(pixel_values)
+        if resizes:
+            mode = self.format.interpolation
+            smooth = {} if mode == "nearest" else {"align_corners": False, "antialias": True}
+            x = F.interpolate(x, size, mode=mode, **smooth).clamp(0, 1)  # bicubic interpolation overshoots
+        return self.format.normalize(x).to(self.model.dtype)
+
+
+def _quote(names: list[str]) -> str:
+    return (", ".join(map(repr, names[:5])) + ", ..." * (len(names) > 5)) or "none"
+
+
+__all__ = ["DISTILLATION_TYPES", "ImageTeacher", "distillation_loss"]
