@@ -8,11 +8,11 @@
     python examples/run_classification.py --model_name_or_path my-classifier --test_file more.csv --do_predict \
         --output_dir evaluated
 
-It has the arguments of `ToSTTrainingArguments`, and the first argument may be a .yaml or .json file of arguments; those after it
-take precedence. The data is a Hub dataset, a folder that `datasets` reads, or files (csv, json, parquet) with a column of texts
-and one of labels. --do_eval evaluates on the validation data, by default a part of the training data, also during training;
---do_predict on the test data, once, at the end. Accuracy, confusion matrix, training curves and card are written to the output
-folder. The model may be any sequence classifier of transformers.
+It has the arguments of `ToSTTrainingArguments`. The first argument may be a .yaml or .json file of arguments; those after it
+take precedence. The data is a Hub dataset, a folder that `datasets` reads, or files (csv, json, parquet) with a column of
+texts and one of labels. --do_eval evaluates on the validation data, by default a part of the training data, also during
+training, and --do_predict on the test data, once, at the end. Accuracy, confusion matrix, training curves and card are written
+to the output folder. The model may be any sequence classifier of transformers.
 """
 
 import logging
@@ -138,7 +138,7 @@ class ClassificationTrainingArguments(ToSTTrainingArguments):
 
 
 def load_texts(model_args: ModelArguments, data_args: DataTrainingArguments, training_args) -> dict[str, Dataset]:
-    """The requested splits "train", "validation" and "test" with the columns "text" and "label" (a number), and their names."""
+    """The splits "train", "validation" and "test", those that exist, with the columns "text" and "label"."""
     options = {"cache_dir": model_args.cache_dir, "token": model_args.token}
     if data_args.dataset_name is not None:
         splits = dict(read_dataset(data_args.dataset_name, data_args.dataset_config_name, **options))
@@ -334,8 +334,8 @@ def main(args: list[str] | None = None) -> None:
     names = class_names(next(iter(splits.values())), data_args.class_names, known_names)
     if not training_args.do_train and names != known_names:
         raise ValueError(
-            f"The model's classes are {', '.join(known_names)}, the data's {', '.join(names)}: train it first (--do_train), or "
-            "name the data's classes by --class_names."
+            f"The model's classes are {', '.join(known_names)}, the data's {', '.join(names)}: train it first (--do_train), "
+            "or name the data's classes by --class_names."
         )
     max_length = choose_max_length(data_args.max_seq_length, config)
     has_names = data_args.class_names is None

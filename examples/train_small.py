@@ -16,7 +16,6 @@ publishing would upload.
 
 import argparse
 import itertools
-import os
 import shutil
 import sys
 import tempfile
@@ -30,7 +29,7 @@ import torch
 from datasets import load_dataset
 from evaluation import EvaluationArguments, Measurement, load_source, make_results, print_results, write_results
 from scoring import bigram_loss, score
-from scripting import recorded_command
+from scripting import has_bf16_instructions, recorded_command
 from texts import train_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_torch_bf16_gpu_available
@@ -118,6 +117,7 @@ def train(dataset_name: str, output_dir: str, model: str, size: Size) -> None:
 
 def command_line(options: dict[str, object], steps: int, output_dir: str) -> list[str]:
     """Options in the form of a command line, with those of both scripts: ten evaluations and checkpoints."""
+    has_gpu = torch.cuda.is_available()
     options = options | {
         "max_steps": steps,
         "logging_steps": max(1, steps // 50),
@@ -125,11 +125,13 @@ def command_line(options: dict[str, object], steps: int, output_dir: str) -> lis
         "eval_steps": max(1, steps // 10),
         "save_steps": max(1, steps // 10),
         "save_total_limit": 1,
-        "bf16": is_torch_bf16_gpu_available(),
+        "save_dtype": "bfloat16",
+        "bf16": is_torch_bf16_gpu_available() if has_gpu else has_bf16_instructions(),
         "output_dir": output_dir,
         "report_to": "none",
     }
-    return ["--do_train", "--do_eval", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+    flags = ["--do_train", "--do_eval", *([] if has_gpu else ["--use_cpu"])]
+    return [*flags, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
 
 
 def make_parser(description: str | None, output_dir: str, sizes: dict) -> argparse.ArgumentParser:
@@ -140,15 +142,6 @@ def make_parser(description: str | None, output_dir: str, sizes: dict) -> argpar
     parser.add_argument("--size", choices=sizes, default="gpu" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, help="optimizer steps; default: those of the size")
     return parser
-
-
-def store_as_bfloat16(auto_class, folder: str | os.PathLike) -> None:
-    """Stores the weights of a model folder in bfloat16; the run's last checkpoint still has them in float32."""
-    model = auto_class.from_pretrained(folder, dtype=torch.bfloat16)
-    with tempfile.TemporaryDirectory(dir=folder) as staging:
-        model.save_pretrained(staging)
-        for file in Path(staging).iterdir():
-            os.replace(file, Path(folder, file.name))
 
 
 def evaluate(dataset_name: str, folder: str, context: int) -> None:
@@ -236,7 +229,6 @@ def main(arguments: list[str] | None = None) -> None:
     size = SIZES[args.size]
     size = replace(size, steps=args.steps or size.steps, learning_rate=args.learning_rate or size.learning_rate)
     train(args.text, args.output_dir, args.model, size)
-    store_as_bfloat16(AutoModelForCausalLM, args.output_dir)
     evaluate(args.text, args.output_dir, size.block_size)
     if args.model in TOST_MODELS:
         section = sample_section(args.output_dir)

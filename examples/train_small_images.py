@@ -2,6 +2,7 @@
 """Trains a small ToST image classifier: 2.8 M parameters in 100 minutes of one CPU core, or 22 M on a GPU.
 
     python examples/train_small_images.py --images CIFAR10_FOLDER --size cpu --output_dir tost-cifar10-3m
+    python examples/train_small_images.py --images CIFAR10_FOLDER --size cpu --teacher regnet --output_dir tost-cifar10-3m
     python examples/train_small_images.py --images CIFAR10_FOLDER --size cpu --trunk xca --output_dir xca
     python examples/train_small_images.py --images IMAGE_FOLDER --size gpu --output_dir tost-images
 
@@ -23,23 +24,20 @@ from pathlib import Path
 
 import run_image_classification as script
 import torch
+from classification import CURVES, class_section
 from curves import plot_curves
 from evaluate_image_classification import predict
 from evaluation import Measurement, Source, make_results, print_results, write_results
-from matplotlib.figure import Figure
 from scripting import recorded_command
-from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix
-from train_small import command_line, copy_published_files, finish_card, make_parser, store_as_bfloat16
+from sklearn.metrics import accuracy_score
+from train_small import command_line, copy_published_files, finish_card, make_parser
 from transformers import AutoModelForImageClassification, TrainerState, ViTImageProcessorPil
 
 from tost_hf.files import EVALUATION, TRAINER_STATE
-from tost_hf.hub.cards import make_markdown_table
 from tost_hf.interpret import inspect_path
 from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
 
 
-TITLE = "## Accuracy by class"
-CURVES, CONFUSION = "training_curves.png", "confusion_matrix.png"
 MEMBERSHIPS_SUFFIX = "-memberships"  # of the page's folder, outside the model's, which is published
 HELD_OUT_FRACTION = 0.1
 CURVE_IMAGES = 1000  # held-out images evaluated during training
@@ -58,6 +56,8 @@ class Size:
     learning_rate: float
     crop_padding: int = 0  # pixels; 0 for RandomResizedCrop
     workers: int = 0  # processes that read images
+    distillation_alpha: float = 0.5
+    distillation_tau: float = 1.0
 
 
 SIZES = {
@@ -103,10 +103,13 @@ def make_arguments(args: argparse.Namespace) -> list[str]:
         "min_crop_scale": 0.5,
         "seed": args.seed,
     }
+    if args.teacher is not None:
+        options |= {"teacher_model_name_or_path": args.teacher, "distillation_type": args.distillation_type}
+        options |= {"distillation_alpha": size.distillation_alpha, "distillation_tau": size.distillation_tau}
     return command_line(options, steps, args.output_dir)
 
 
-def evaluate(images: str, folder: str, splits: dict) -> torch.Tensor:
+def evaluate(images: str, folder: str, splits: dict) -> tuple[list[int], list[int]]:
     """Evaluates the stored weights on all held-out images and adds the accuracy to the folder's `evaluation.json`.
 
     Args:
@@ -115,17 +118,17 @@ def evaluate(images: str, folder: str, splits: dict) -> torch.Tensor:
         splits: "train" and "validation" as in the training run.
 
     Returns:
-        The confusion matrix (classes, classes): how many images of each class (rows) were predicted as each (columns).
+        The labels and the predictions of the held-out images.
     """
     model = AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     held_out = script.EvaluationImages(splits["validation"], ViTImageProcessorPil.from_pretrained(folder))
-    predictions, labels = predict(model, held_out, batch_size=64)[:, 0], splits["validation"]["label"][:]
-    matrix = torch.from_numpy(confusion_matrix(labels, predictions, labels=range(model.config.num_labels)))
-    [(most_frequent, _)] = Counter(splits["train"]["label"][:]).most_common(1)
+    predictions = predict(model, held_out, batch_size=64)[:, 0].tolist()
+    labels, training_labels = (splits[split]["label"][:] for split in ("validation", "train"))
+    [(most_frequent, _)] = Counter(training_labels).most_common(1)
     height, width = held_out[0]["pixel_values"].shape[-2:]
     protocol = f"images resized to {height} x {width} by the model's processor, {model.config.num_labels} classes"
-    accuracy, baseline = int(matrix.trace()) / len(labels), labels.count(most_frequent) / len(labels)
+    accuracy, baseline = accuracy_score(labels, predictions), labels.count(most_frequent) / len(labels)
     baseline_protocol = f"always {model.config.id2label[most_frequent]!r}, of the classes with most training images"
     measurements = [
         Measurement("accuracy", "Accuracy (top-1)", accuracy, len(labels), f"{protocol}, weights as stored"),
@@ -136,26 +139,26 @@ def evaluate(images: str, folder: str, splits: dict) -> torch.Tensor:
     results = make_results("image-classification", name, source, measurements, recorded_command(sys.argv))
     write_results(Path(folder, EVALUATION), results)
     print_results(results)
-    return matrix
+    return labels, predictions
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, "tost-images", SIZES)
     parser.add_argument("--images", required=True, metavar="IMAGE_FOLDER", help="a folder of images, or a dataset's Hub id")
     parser.add_argument("--trunk", choices=ATTENTION_TYPES, default="tssa", help="the attention over the patches")
+    parser.add_argument("--teacher", metavar="FOLDER", help="a classifier of the same classes to distill from")
+    parser.add_argument("--distillation_type", choices=("soft", "hard"), default="soft", help="of the teacher's logits")
     parser.add_argument("--image_size", type=int, help="pixels; default: that of the size")
     parser.add_argument("--patch_size", type=int, help="pixels; default: that of the size")
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args(arguments)
     script.main(make_arguments(args))
-    store_as_bfloat16(AutoModelForImageClassification, args.output_dir)
     data_args = script.DataTrainingArguments(dataset_name=args.images, train_val_split=HELD_OUT_FRACTION)
     splits = script.load_images(script.ModelArguments(), data_args, args.seed)
-    matrix, names = evaluate(args.images, args.output_dir, splits), splits["validation"].features["label"].names
+    labels, predictions = evaluate(args.images, args.output_dir, splits)
     history = TrainerState.load_from_json(str(Path(args.output_dir, TRAINER_STATE))).log_history
     plot_curves(history, Path(args.output_dir, CURVES))
-    plot_confusion(matrix, names, args.output_dir)
-    section = class_section(matrix, names)
+    section = class_section(labels, predictions, splits["validation"].features["label"].names, args.output_dir)
     finish_card(args.output_dir, section)
     copy_published_files(args.output_dir, args.hub_dir)
     if args.trunk == "tssa":

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import run_image_classification as script
 import torch
+from classification import load_classifier
 from datasets import ClassLabel, Dataset, Features, Image, Value, load_dataset
 from image_runs import NAMES, TINY, digit_pictures, load_processor, make_pipeline, results, tiny_teacher, tiny_vision_model
 from PIL import Image as PILImage

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
+import classification
 import run_clm
 import train_small
 import train_small_images
@@ -36,7 +37,7 @@ def test_models_of_a_size_have_as_many_parameters(size, text_parameters, image_p
         assert model.num_parameters() == pytest.approx(text_parameters, rel=0.02)
     options = {"patch_size": image_size.patch_size, "image_size": image_size.image_size}
     for trunk in ATTENTION_TYPES:
-        args = Namespace(images="images", output_dir="out", size=size, trunk=trunk, steps=None, seed=0)
+        args = Namespace(images="images", output_dir="out", size=size, trunk=trunk, steps=None, seed=0, teacher=None)
         arguments = train_small_images.make_arguments(Namespace(**vars(args), image_size=None, patch_size=None))
         assert f"attention_type={trunk}," in arguments[arguments.index("--config_overrides") + 1]
         config = override_config(ToSTVisionConfig(), train_small_images.model_overrides(image_size, trunk), **options)
@@ -126,13 +127,13 @@ def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsy
         train_small_images.main(command)
     check_published_files(output, hub)
     card = (output / "README.md").read_text()
-    assert card.count(train_small_images.TITLE) == 1
-    section = card[card.index(train_small_images.TITLE) :].strip()
+    assert card.count(classification.TITLE) == 1
+    section = card[card.index(classification.TITLE) :].strip()
     assert section in capsys.readouterr().out and section.count("| 10 |") == 3
     results = read_results(output)
     assert results["Baseline: accuracy of the most frequent class"] == pytest.approx(1 / 3)
     accuracies = [float(line.split("|")[3].strip(" %")) for line in section.splitlines() if "| 10 |" in line]
     assert results["Accuracy (top-1)"] == pytest.approx(sum(accuracies) / 300)
-    for name in (train_small_images.CURVES, train_small_images.CONFUSION):
+    for name in (classification.CURVES, classification.CONFUSION):
         assert (hub / name).read_bytes().startswith(b"\x89PNG") and name in section
     assert (tmp_path / "model-memberships/index.html").is_file()

@@ -21,8 +21,8 @@ def distillation_loss(
 
     Args:
         logits, teacher_logits: (B, K).
-        distillation_type: "soft" for tau^2 KL(teacher || student) of the distributions at temperature `tau` (DeiT, eq. 2), "hard"
-            for the cross-entropy with the teacher's most likely class (eq. 3).
+        distillation_type: "soft" for tau^2 KL(teacher || student) of the distributions at temperature `tau` (DeiT, eq. 2),
+            "hard" for the cross-entropy with the teacher's most likely class (eq. 3).
         tau: temperature of "soft".
     """
     logits, teacher_logits = logits.float(), teacher_logits.float()
