@@ -17,6 +17,7 @@ to the output folder. The model may be any sequence classifier of transformers.
 
 import logging
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,15 +50,17 @@ from scripting import (
     set_up_logging,
     train_and_report,
 )
+from texts import train_bpe
+from tokenizers import processors
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertTokenizerFast,
     DataCollatorWithPadding,
     EvalPrediction,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
     set_seed,
 )
 from transformers.hf_argparser import HfArg
@@ -74,6 +77,7 @@ logger = logging.getLogger("run_classification")
 
 VALIDATION_SPLITS = ("validation", "valid", "val", "dev")
 TEXT_COLUMNS = ("text", "sentence", "content", "review")
+PAD, CLS, MASK = "[PAD]", "[CLS]", "[MASK]"
 
 
 @dataclass
@@ -84,7 +88,7 @@ class ModelArguments(scripting.ModelArguments):
     tokenizer_name: str | None = HfArg(default=None, help="The tokenizer, a folder or a Hub id. Default: the model's.")
     tokenizer_vocab_size: int | None = HfArg(
         default=None,
-        help="For a model from scratch: train a tokenizer of this size, BERT's lowercase WordPiece, on the training texts.",
+        help="For a model from scratch: train a tokenizer of this size, lowercase byte-level BPE, on the training texts.",
     )
 
 
@@ -216,13 +220,22 @@ def tokenize(
 # Model ---------------------------------------------------------------------------------------------------------------
 
 
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A lowercase byte-level BPE tokenizer that begins texts with a class token, as BERT's does."""
+    tokenizer = train_bpe(texts, vocab_size, (PAD, CLS, MASK), lowercase=True)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{CLS} $A", pair=f"{CLS} $A {CLS} $B", special_tokens=[(CLS, tokenizer.token_to_id(CLS))]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, cls_token=CLS, mask_token=MASK)
+
+
 def load_tokenizer(model_args: ModelArguments, splits: dict[str, Dataset]) -> PreTrainedTokenizerBase:
     """The tokenizer, trained on the training texts with `--tokenizer_vocab_size`; with a token for padding."""
     name = model_args.tokenizer_name or model_args.model_name_or_path
     if model_args.tokenizer_vocab_size is not None:
         if name is not None or "train" not in splits:
             raise ValueError("--tokenizer_vocab_size is for a new model of training texts, without --tokenizer_name.")
-        return BertTokenizerFast().train_new_from_iterator(iter(splits["train"]["text"]), model_args.tokenizer_vocab_size)
+        return train_tokenizer(splits["train"]["text"], model_args.tokenizer_vocab_size)
     if name is None:
         raise ValueError("A model from scratch needs --tokenizer_name, a folder or a Hub id, or --tokenizer_vocab_size.")
     tokenizer = load_pretrained(AutoTokenizer, name, **model_args.hub_options)

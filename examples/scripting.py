@@ -259,9 +259,10 @@ def read_dataset(path: str, config_name: str | None = None, **options):
 
 def check_limits(data_args) -> None:
     """Raises a ValueError if a maximum number of samples is not positive."""
-    for name in ("max_train_samples", "max_eval_samples"):
-        if getattr(data_args, name) is not None and getattr(data_args, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(data_args, name)}.")
+    for name in ("max_train_samples", "max_eval_samples", "max_predict_samples"):
+        value = getattr(data_args, name, None)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}.")
 
 
 # Training runs -----------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from datasets import Dataset, Features, List, Value, load_from_disk
 from scripting import COMPRESSION_EXTENSIONS, LOADERS, check_limits, file_extension, read_dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.hf_argparser import HfArg
 
@@ -237,14 +237,18 @@ def first_example(split: str, dataset) -> dict:
 # Tokenizers ----------------------------------------------------------------------------------------------------------
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer like GPT-2's."""
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str] = (END_OF_TEXT,), lowercase: bool = False
+) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer like GPT-2's. The same texts give the same one, unlike with WordPiece."""
     tokenizer = Tokenizer(models.BPE())
+    if lowercase:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -1,4 +1,4 @@
-"""TRL's trainers with the path of a saved model: SFT, DPO, KTO, GRPO, reward models."""
+"""TRL's trainers with the path of a saved model: SFT, DPO, KTO, GRPO, distillation, reward models."""
 
 import math
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 
 trl = pytest.importorskip("trl", reason="TRL is not installed (pip install trl)")
@@ -92,6 +93,22 @@ def test_grpo(folder, text_model, tokenizer):
     settings = {"num_generations": 8, "max_completion_length": 8, "steps": 8, "beta": 0.0}
     trainer, _ = train(trl.GRPOTrainer, folder, [PROMPT] * 16, options={"reward_funcs": reward}, **settings)
     assert rewarded_probability(trainer.model) > initial + 0.1
+
+
+def test_distillation(folder, text_model, tokenizer):
+    """From a GPT-2 with the same tokenizer: the student's distribution of the next token approaches the teacher's."""
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64, "initializer_range": 0.5}
+    teacher = GPT2LMHeadModel(GPT2Config(vocab_size=text_model.config.vocab_size, **sizes)).eval()
+    prompt = torch.tensor([tokenizer(PROMPT["prompt"]).input_ids])
+
+    def divergence(model) -> float:
+        log_probs, teacher_log_probs = (m.eval()(prompt).logits[0, -1].log_softmax(-1) for m in (model, teacher))
+        return (log_probs.exp() * (log_probs - teacher_log_probs)).sum().item()
+
+    initial = divergence(text_model)
+    options = {"teacher_model": teacher}
+    trainer, losses = train(trl.DistillationTrainer, folder, [PROMPT] * 8, 8, options, max_completion_length=8)
+    assert divergence(trainer.model) < 0.9 * initial and losses[-1] < losses[0]
 
 
 def test_reward_model(folder):

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
+import torch
 from accelerate.utils import gather_object
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
@@ -172,11 +174,26 @@ def _process_count_changed(trainer: Trainer, folder: Path) -> bool:
     return any(folder.glob("rng_state*.pth")) and not (folder / f"rng_state{rank}.pth").exists()
 
 
+class _SeededLengthGroupedSampler(LengthGroupedSampler):
+    """`LengthGroupedSampler` whose order depends only on the seed and the epoch, which Accelerate sets."""
+
+    def __init__(self, batch_size: int, lengths: list[int], seed: int):
+        super().__init__(batch_size, lengths=lengths, generator=torch.Generator())
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(self.seed + self.epoch)
+        return super().__iter__()
+
+
 class CheckpointTrainer(Trainer):
     """`Trainer` that resumes from complete checkpoints only, and never trains beyond `max_steps`.
 
-    transformers' Trainer also resumes from checkpoints without weights, optimizer, scheduler or RNG state, and trains one
-    more step after resuming from a checkpoint of the last step.
+    transformers' Trainer also resumes from checkpoints without weights, optimizer, scheduler or RNG state, trains one more
+    step after resuming from a checkpoint of the last step, and with "group_by_length" goes on in another order.
     """
 
     model: nn.Module
@@ -199,6 +216,13 @@ class CheckpointTrainer(Trainer):
         if resume_from_checkpoint is not None:
             resume_from_checkpoint = choose_checkpoint(self, resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _get_train_sampler(self, train_dataset=None):
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            return _SeededLengthGroupedSampler(sampler.batch_size, list(sampler.lengths), seed)
+        return sampler
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Raises for missing parameters, as strict loading does; Trainer only warns."""
