@@ -2,11 +2,12 @@
 """Distillation of an image classifier from a teacher (DeiT, arXiv 2012.12877), without a distillation token."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from PIL.Image import Resampling
 from torch.nn import functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 
 DISTILLATION_TYPES = ("none", "soft", "hard")
@@ -89,11 +90,9 @@ class ImageTeacher:
         ValueError: the labels are not the same, or a processor is missing or does not state its normalization.
     """
 
-    def __init__(self, model: PreTrainedModel, student_config: PreTrainedConfig, processor=None, student_processor=None):
+    def __init__(self, model: PreTrainedModel, student_config: Any, processor=None, student_processor=None):
         self.model = model.eval().requires_grad_(False)
-        labels, teacher_labels = (
-            [config.id2label[i] for i in range(config.num_labels)] for config in (student_config, model.config)
-        )
+        labels, teacher_labels = (_list_labels(config) for config in (student_config, model.config))
         if sorted(labels) != sorted(teacher_labels):
             missing, unknown = sorted(set(labels) - set(teacher_labels)), sorted(set(teacher_labels) - set(labels))
             raise ValueError(
@@ -127,6 +126,10 @@ class ImageTeacher:
             smooth = {} if mode == "nearest" else {"align_corners": False, "antialias": True}
             x = F.interpolate(x, size, mode=mode, **smooth).clamp(0, 1)  # bicubic interpolation overshoots
         return self.format.normalize(x).to(self.model.dtype)
+
+
+def _list_labels(config: Any) -> list[str]:
+    return [config.id2label[i] for i in range(config.num_labels)]
 
 
 def _quote(names: list[str]) -> str:

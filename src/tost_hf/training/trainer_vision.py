@@ -195,10 +195,8 @@ class ToSTVisionTrainer(ToSTTrainer):
         super().__init__(model, args, *positional, **kwargs)
         self.teacher: ImageTeacher | None = None
         if teacher_model is not None:
-            student_config = self.model.config
-            self.teacher = ImageTeacher(
-                teacher_model.to(args.device), student_config, teacher_processor, self.processing_class
-            )
+            self.teacher = ImageTeacher(teacher_model, self.model.config, teacher_processor, self.processing_class)
+            self.teacher.model.to(args.device)
         self.label_smoother = None  # compute_loss applies label smoothing, in training only
         self.model_accepts_loss_kwargs = False  # the loss is the mean of a micro-batch
         self.add_callback(_VisionCallback(self))
