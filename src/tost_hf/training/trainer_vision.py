@@ -96,7 +96,7 @@ class ToSTVisionTrainingArguments(BaseTrainingArguments):
         metadata={
             "help": "How the teacher's logits are used (DeiT, arXiv 2012.12877): soft for its distribution, hard for its most "
             "likely class.",
-            "choices": list(DISTILLATION_TYPES),
+            "choices": ["none", "soft", "hard"],
         },
     )
     distillation_alpha: float = field(
@@ -147,13 +147,13 @@ class ToSTVisionTrainer(ToSTTrainer):
     `tost_hf.training.distillation.distillation_loss` (DeiT, arXiv 2012.12877, eq. 2 and 3). The teacher sees the augmented and
     mixed images of the student; it is not trained, wrapped or saved, and evaluation is without it.
 
-    Args:
-        model, args: as of `Trainer`; and its other arguments.
-        teacher_model: an image classifier with the labels of `model`, for `distillation_type` "soft" or "hard".
-        teacher_processor: its image processor, if it normalizes or resizes other than that of `model` (`processing_class`).
-
     An example has "pixel_values" (3, height, width) and "labels": a class or soft labels (classes,), or what the model's
     `problem_type` needs.
+
+    Args:
+        model, args, kwargs: as of `Trainer`.
+        teacher_model: an image classifier with the labels of `model`, for `distillation_type` "soft" or "hard".
+        teacher_processor: its image processor, if it normalizes or resizes other than that of `model` (`processing_class`).
 
     Raises:
         TypeError: `args` are not `ToSTVisionTrainingArguments`.
@@ -177,7 +177,6 @@ class ToSTVisionTrainer(ToSTTrainer):
         self,
         model=None,
         args: TrainingArguments | None = None,
-        *positional,
         teacher_model: PreTrainedModel | None = None,
         teacher_processor=None,
         **kwargs,
@@ -192,7 +191,7 @@ class ToSTVisionTrainer(ToSTTrainer):
                 f"distillation_type {args.distillation_type!r} does not suit {'no' if teacher_model is None else 'a'} "
                 'teacher_model: give both "soft" or "hard" and a teacher, or neither.'
             )
-        super().__init__(model, args, *positional, **kwargs)
+        super().__init__(model, args, **kwargs)
         self.teacher: ImageTeacher | None = None
         if teacher_model is not None:
             self.teacher = ImageTeacher(teacher_model, self.model.config, teacher_processor, self.processing_class)
