@@ -313,9 +313,8 @@ def report_results(trainer: ClassificationTrainer, examples: Dataset, split: str
     names = [config.id2label[i] for i in range(config.num_labels)]
     data = data_args.dataset_name or getattr(data_args, f"{split}_file") or data_args.train_file
     title = Path(data).name if Path(data).exists() else data
-    protocol = f"whole texts, up to {max(examples['length'])} tokens, {len(names)} classes, {trainer.model.dtype} weights"
-    if trainer.args.mixed_precision != "no":
-        protocol += f", mixed precision {trainer.args.mixed_precision}"
+    precision = trainer.args.mixed_precision if trainer.args.mixed_precision != "no" else trainer.model.dtype
+    protocol = f"texts of up to {max(examples['length'])} tokens, {len(names)} classes, computed in {precision}"
     share = max(map(labels.count, set(labels))) / len(labels)
     measurements = [
         Measurement("accuracy", "Accuracy", output.metrics[f"{prefix}_accuracy"], len(labels), protocol),

@@ -29,6 +29,8 @@ import timing  # noqa: E402
 import train_lm  # noqa: E402
 from records import ORIGIN_COLUMNS, VALUE_COLUMNS, markdown_table, read_records  # noqa: E402
 
+from tost_hf import ToSTConfig, ToSTForSequenceClassification  # noqa: E402
+
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
@@ -183,6 +185,14 @@ def test_options_relative_to_plain(tmp_path):
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
+
+
+def test_text_classification(tmp_path):
+    config = ToSTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=64, is_causal=False)
+    ToSTForSequenceClassification(config).save_pretrained(tmp_path / "model")
+    records = run("text_classification", tmp_path, "--model", tmp_path / "model", "--lengths", 8, 600)
+    metrics = {(record["model"], record["tokens"], record["metric"]) for record in records}
+    assert metrics == set(product(("ToST", "BERT"), ("8", "600"), ("ms", "BERT / this")))
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -50,6 +50,7 @@ BENCHMARKS = {  # name to the module that registers it
     "recall": "synthetic",
     "resolution": "resolution",
     "scaling": "scaling",
+    "text_classification": "text_classification",
     "tightness": "observations",
     "train_lm": "train_lm",
     "vllm": "engine",
