@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Shared by the classification scripts: labels, the model's head, and the table and figures of a card."""
+"""Shared by the classification scripts: labels, the model's head, accuracy, and the table and figures of a card."""
 
 import logging
 from collections.abc import Sequence
@@ -10,10 +10,11 @@ from datasets import ClassLabel, Dataset
 from matplotlib.figure import Figure
 from scripting import load_pretrained
 from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import EvalPrediction, PreTrainedConfig, PreTrainedModel
 
 from tost_hf.files import staged_file
 from tost_hf.hub.cards import make_markdown_table
+from tost_hf.training.metrics import Accuracy
 
 
 logger = logging.getLogger("classification")
@@ -141,6 +142,36 @@ def load_classifier(auto_class, model_args, config: PreTrainedConfig, names: lis
 
 
 # Results -------------------------------------------------------------------------------------------------------------
+
+
+def preprocess_logits_for_metrics(logits, labels):
+    """The most likely class, which evaluation collects instead of the logits."""
+    return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
+
+
+def compute_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
+    return Accuracy().compute(predictions=eval_prediction.predictions, references=eval_prediction.label_ids)
+
+
+def plot_curves(log_history: list[dict], file: Path) -> None:
+    """Plots the training loss, and loss and accuracy on held-out examples, over the steps.
+
+    Args:
+        log_history: of a `TrainerState`.
+        file: the PNG file to write.
+    """
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    losses, accuracy = figure.subplots(1, 2)
+    curves = ((losses, "loss", "training"), (losses, "eval_loss", "held out"), (accuracy, "eval_accuracy", "held out"))
+    for axis, name, label in curves:
+        points = [(entry["step"], float(entry[name])) for entry in log_history if name in entry]
+        if points:
+            axis.plot(*zip(*points), marker="o", markersize=3, label=label)
+        axis.set(xlabel="step", ylabel="loss, nats" if axis is losses else "accuracy")
+        axis.grid(alpha=0.3)
+    losses.legend()
+    with staged_file(file) as staged:
+        figure.savefig(staged, format="png", dpi=80)
 
 
 def plot_confusion(matrix: np.ndarray, names: list[str], folder: str) -> None:

@@ -27,12 +27,14 @@ from classification import (
     CURVES,
     class_names,
     class_section,
+    compute_metrics,
     encode_labels,
     find_column,
     label_candidates,
     load_classifier,
+    plot_curves,
+    preprocess_logits_for_metrics,
 )
-from curves import plot_curves
 from datasets import Dataset
 from evaluation import Measurement, Source, make_results, write_results
 from huggingface_hub import ModelCard
@@ -57,7 +59,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
-    EvalPrediction,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -70,7 +71,6 @@ from tost_hf.files import EVALUATION
 from tost_hf.hub.cards import save_card
 from tost_hf.hub.records import CARD
 from tost_hf.training.checkpoints import output_folder
-from tost_hf.training.metrics import Accuracy
 
 
 logger = logging.getLogger("run_classification")
@@ -289,15 +289,6 @@ class ClassificationTrainer(ToSTTrainer):
             card = ModelCard.load(card_file)
             card.text = f"{card.text.rstrip()}\n\n{self.section}\n"
             save_card(card, card_file)
-
-
-def preprocess_logits_for_metrics(logits, labels):
-    """The most likely class, which evaluation collects instead of the logits."""
-    return (logits[0] if isinstance(logits, tuple) else logits).argmax(-1)
-
-
-def compute_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
-    return Accuracy().compute(predictions=eval_prediction.predictions, references=eval_prediction.label_ids)
 
 
 def report_results(trainer: ClassificationTrainer, examples: Dataset, split: str, data_args: DataTrainingArguments) -> None:

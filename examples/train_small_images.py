@@ -24,8 +24,7 @@ from pathlib import Path
 
 import run_image_classification as script
 import torch
-from classification import CURVES, class_section
-from curves import plot_curves
+from classification import CURVES, class_section, plot_curves
 from evaluate_image_classification import predict
 from evaluation import Measurement, Source, make_results, print_results, write_results
 from scripting import recorded_command

@@ -18,13 +18,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import EvalPrediction, Trainer, TrainerCallback, set_seed
+from transformers import Trainer, TrainerCallback, set_seed
 from transformers.hf_argparser import HfArg
 
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from curves import plot_curves
+from classification import CURVES, compute_metrics, plot_curves, preprocess_logits_for_metrics
 from evaluation import Measurement, Source, make_results, write_results
 from lra_models import ATTENTION, LRAConfig, make_config, make_model
 from lra_tasks import TASKS, Examples, collate, load_splits
@@ -42,7 +42,6 @@ from scripting import (
 from tost_hf import ToSTTrainer, ToSTTrainingArguments
 from tost_hf.files import EVALUATION
 from tost_hf.model.configuration_tost import LRA_PRESETS
-from tost_hf.training.metrics import Accuracy
 
 
 logger = logging.getLogger("run_lra")
@@ -52,7 +51,7 @@ logger = logging.getLogger("run_lra")
 class ModelArguments:
     """The attention of the model, and changes to its configuration."""
 
-    model_name_or_path = None  # all are trained from scratch
+    model_name_or_path = save_dtype = None  # all are trained from scratch and stored as trained
 
     attention: str = HfArg(default="tost", help="The attention of the trunk.", metadata={"choices": list(ATTENTION)})
     config_overrides: str | None = HfArg(
@@ -113,15 +112,7 @@ class PlotCurves(TrainerCallback):
 
     def on_evaluate(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            plot_curves(state.log_history, Path(args.output_dir, "training_curves.png"))
-
-
-def preprocess_logits_for_metrics(logits, labels):
-    return logits.argmax(-1)
-
-
-def compute_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
-    return Accuracy().compute(predictions=eval_prediction.predictions, references=eval_prediction.label_ids)
+            plot_curves(state.log_history, Path(args.output_dir, CURVES))
 
 
 def load_examples(data_args: DataArguments, name: str, length: int, classes: int) -> dict[str, Examples]:
