@@ -16,6 +16,7 @@ to the output folder. The model may be any sequence classifier of transformers.
 """
 
 import logging
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ from transformers import (
     set_seed,
 )
 from transformers.hf_argparser import HfArg
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from tost_hf import ToSTTrainer, ToSTTrainingArguments
 from tost_hf.files import EVALUATION
@@ -211,8 +213,8 @@ def tokenize(
     lengths = sorted(encoded["length"])
     cut = sum(length == max_length for length in lengths)
     logger.info(
-        f"The {split} texts have {lengths[len(lengths) // 2]} tokens in the middle and {lengths[-1]} at most"
-        + (f"; {cut} of {len(lengths)} have {max_length} or were cut to them" if cut else "")
+        f"The {split} texts have a median of {lengths[len(lengths) // 2]} tokens, and {lengths[-1]} at most"
+        + (f"; {cut} of {len(lengths)} have {max_length} or were cut to that" if cut else "")
     )
     return encoded.add_column("labels", labels)
 
@@ -251,18 +253,20 @@ def load_config(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase) 
     if model_args.model_name_or_path is None:
         defaults |= {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": None}
     config = override_config(config, model_args.config_overrides, **defaults)
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(f"The tokenizer has {len(tokenizer)} tokens, and the model {config.vocab_size}: use the model's own.")
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ValueError(f"A model of the type {config.model_type!r} is no text classifier.")
     return config
 
 
-def choose_max_length(max_seq_length: int | None, config: PreTrainedConfig) -> int | None:
+def choose_max_length(max_seq_length: int | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The number of tokens that texts are cut to, None for no limit."""
-    limit = getattr(config, "max_position_embeddings", None)
-    limit = None if limit in (None, float("inf")) else int(limit)
-    if max_seq_length is not None and limit is not None and max_seq_length > limit:
-        raise ValueError(f"--max_seq_length {max_seq_length} is over the model's max_position_embeddings of {limit}.")
-    return max_seq_length or limit
+    # of RoBERTa's positions two are not for tokens, which only its tokenizer says
+    limit = min(getattr(config, "max_position_embeddings", None) or math.inf, tokenizer.model_max_length)
+    if max_seq_length is not None and max_seq_length > limit:
+        raise ValueError(f"--max_seq_length {max_seq_length} is over the model's maximum of {limit} tokens.")
+    return max_seq_length or (int(limit) if limit < VERY_LARGE_INTEGER else None)
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -340,7 +344,7 @@ def main(args: list[str] | None = None) -> None:
             f"The model's classes are {', '.join(known_names)}, the data's {', '.join(names)}: train it first (--do_train), "
             "or name the data's classes by --class_names."
         )
-    max_length = choose_max_length(data_args.max_seq_length, config)
+    max_length = choose_max_length(data_args.max_seq_length, config, tokenizer)
     has_names = data_args.class_names is None
     examples = {split: tokenize(split, dataset, names, tokenizer, max_length, has_names) for split, dataset in splits.items()}
     trainer = ClassificationTrainer(

@@ -176,7 +176,7 @@ def test_finetuning_of_a_language_model(tmp_path, review_args, text_model, token
         ({"dataset_name": None}, "There are no texts to work on"),
         ({"label_column_name": "stars"}, "no column 'stars'; choose one of text, label"),
         ({"train_val_split": 1.5}, "train_val_split must be"),
-        ({"max_seq_length": 65}, "over the model's max_position_embeddings of 64"),
+        ({"max_seq_length": 65}, "over the model's maximum of 64 tokens"),
         ({"tokenizer_vocab_size": None}, "needs --tokenizer_name"),
         ({"tokenizer_name": "x"}, "without --tokenizer_name"),
         ({"token_masking": 2}, "token_masking must be from 0 to 1"),
