@@ -61,7 +61,7 @@ class Size:
 
 SIZES = {
     "cpu": Size(
-        "hidden_size=176,num_attention_heads=11,layer_scale_init_value=0.1", 6, 32, 8, 128, 15_500, 3e-3, crop_padding=4
+        "hidden_size=176,num_attention_heads=11,layer_scale_init_value=0.1", 6, 32, 8, 64, 15_500, 2e-3, crop_padding=4
     ),
     "gpu": Size("hidden_size=384,num_attention_heads=8", 12, 96, 8, 256, 10_000, 1e-3, workers=8),
 }
