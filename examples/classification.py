@@ -17,7 +17,7 @@ from tost_hf.hub.cards import make_markdown_table
 from tost_hf.training.metrics import Accuracy
 
 
-logger = logging.getLogger("classification")
+logger = logging.getLogger("scripting.classification")  # at the level of the scripts
 
 TITLE = "## Accuracy by class"
 CURVES, CONFUSION = "training_curves.png", "confusion_matrix.png"
@@ -110,12 +110,40 @@ def encode_labels(split: str, dataset: Dataset, names: list[str], has_names: boo
     return [label2id[label] for label in labels]
 
 
+def label_names(config: PreTrainedConfig) -> list[str]:
+    """The names of a model's classes, in their order."""
+    return [config.id2label[i] for i in range(config.num_labels)]
+
+
+def select_samples(splits: dict[str, Dataset], limits: dict[str, int | None], requested: Sequence[str], kind: str, seed: int):
+    """Limits splits, in place, to a number of examples.
+
+    Args:
+        splits: the data of each split.
+        limits: the number of examples of each split, None for all.
+        requested: the splits that must exist.
+        kind: "images" or "texts", for messages.
+        seed: of the order in which examples are drawn, as the data may be sorted by class.
+
+    Raises:
+        ValueError: a requested split does not exist.
+    """
+    for split in requested:
+        if split not in splits:
+            options = f"--{split}_dir or --{split}_file" if kind == "images" else f"--{split}_file"
+            raise ValueError(f"There are no {split} {kind}; give {options}, or a dataset that has them.")
+    for split, limit in limits.items():
+        if split in splits and limit is not None:
+            dataset = splits[split].shuffle(seed=seed)
+            splits[split] = dataset.select(range(min(limit, len(dataset))))
+
+
 # Model ---------------------------------------------------------------------------------------------------------------
 
 
 def load_classifier(auto_class, model_args, config: PreTrainedConfig, names: list[str]) -> PreTrainedModel:
     """The model to fine-tune, with a new head if its labels are not `names`, or a new model."""
-    old_names = [config.id2label[i] for i in range(config.num_labels)]
+    old_names = label_names(config)
     config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
     if model_args.model_name_or_path is None or old_names != names:
         model = auto_class.from_config(config, **model_args.new_model_options)

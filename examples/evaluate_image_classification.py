@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pyarrow.compute
 import torch
+from classification import label_names
 from datasets import ClassLabel, Dataset, Value
 from evaluation import EvaluationArguments, Measurement, load_source, make_results, print_results, results_file, write_results
 from run_image_classification import (
@@ -116,7 +117,7 @@ def main(args: list[str] | None = None) -> None:
     # gives the same pixels with and without torchvision
     processor = load_pretrained(AutoImageProcessor, args.model, backend="pil", **args.hub_options)
     model = args.load_model(AutoModelForImageClassification)
-    names = [model.config.id2label[number] for number in range(model.config.num_labels)]
+    names = label_names(model.config)
 
     source = load_source(args.dataset, args)
     data_args = DataTrainingArguments(

@@ -32,9 +32,11 @@ from classification import (
     encode_labels,
     find_column,
     label_candidates,
+    label_names,
     load_classifier,
     plot_curves,
     preprocess_logits_for_metrics,
+    select_samples,
 )
 from datasets import Dataset
 from evaluation import Measurement, Source, make_results, write_results
@@ -50,6 +52,7 @@ from scripting import (
     recorded_command,
     report,
     run,
+    save_with_section,
     set_up_logging,
     train_and_report,
 )
@@ -67,10 +70,10 @@ from transformers import (
 )
 from transformers.hf_argparser import HfArg
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
+from transformers.trainer_utils import EvalLoopOutput
 
 from tost_hf import ToSTTrainer, ToSTTrainingArguments
 from tost_hf.files import EVALUATION
-from tost_hf.hub.cards import save_card
 from tost_hf.hub.records import CARD
 from tost_hf.training.checkpoints import output_folder
 
@@ -166,16 +169,10 @@ def load_texts(model_args: ModelArguments, data_args: DataTrainingArguments, tra
     if "train" in splits and "validation" not in splits and training_args.do_eval and data_args.train_val_split > 0:
         parts = splits["train"].train_test_split(data_args.train_val_split, seed=training_args.seed)
         splits |= {"train": parts["train"], "validation": parts["test"]}
-    for split, is_requested, limit in (
-        ("train", training_args.do_train, data_args.max_train_samples),
-        ("validation", training_args.do_eval, data_args.max_eval_samples),
-        ("test", training_args.do_predict, data_args.max_predict_samples),
-    ):
-        if is_requested and split not in splits:
-            raise ValueError(f"There are no {split} texts; give --{split}_file, or a dataset that has them.")
-        if split in splits and limit is not None:  # shuffled, as files may be sorted by class
-            dataset = splits[split].shuffle(seed=training_args.seed)
-            splits[split] = dataset.select(range(min(limit, len(dataset))))
+    flags = {"train": training_args.do_train, "validation": training_args.do_eval, "test": training_args.do_predict}
+    limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
+    limits["test"] = data_args.max_predict_samples
+    select_samples(splits, limits, [split for split in flags if flags[split]], "texts", training_args.seed)
     return splits
 
 
@@ -204,9 +201,8 @@ def tokenize(
     labels = encode_labels(split, dataset, names, has_names, "Text")
 
     def encode(examples: dict) -> dict:
-        input_ids = tokenizer(examples["text"], return_attention_mask=False, verbose=False)["input_ids"]
-        if max_length is not None and any(len(ids) > max_length for ids in input_ids):
-            input_ids = tokenizer(examples["text"], truncation=True, max_length=max_length)["input_ids"]
+        options = {} if max_length is None else {"truncation": True, "max_length": max_length}
+        input_ids = tokenizer(examples["text"], return_attention_mask=False, verbose=False, **options)["input_ids"]
         return {"input_ids": input_ids, "length": [len(ids) for ids in input_ids]}
 
     encoded = dataset.map(encode, batched=True, remove_columns=dataset.column_names, desc=f"Tokenizing the {split} texts")
@@ -276,6 +272,11 @@ class ClassificationTrainer(ToSTTrainer):
     """`ToSTTrainer` that masks tokens in training, and whose card has a section at its end."""
 
     section = ""
+    output: EvalLoopOutput | None = None  # of the last evaluation
+
+    def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
+        self.output = super().evaluation_loop(*args, **kwargs)
+        return self.output
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         if model.training and self.args.token_masking > 0:
@@ -290,29 +291,32 @@ class ClassificationTrainer(ToSTTrainer):
         super().create_model_card(*args, **kwargs)
         card_file = output_folder(self) / CARD
         if self.section and self.is_world_process_zero() and card_file.is_file():
-            card = ModelCard.load(card_file)
-            card.text = f"{card.text.rstrip()}\n\n{self.section}\n"
-            save_card(card, card_file)
+            save_with_section(ModelCard.load(card_file), self.section, card_file)
 
 
 def report_results(trainer: ClassificationTrainer, examples: Dataset, split: str, data_args: DataTrainingArguments) -> None:
-    """Evaluates on a split; writes accuracy, confusion matrix and training curves, and the section of the card."""
-    prefix = {"validation": "eval", "test": "predict"}[split]
-    output = trainer.predict(examples, metric_key_prefix=prefix)
-    assert output.metrics is not None and output.label_ids is not None
-    report(trainer, prefix, output.metrics, len(examples))
+    """Writes accuracy, confusion matrix and training curves of the last evaluation, and the section of the card.
+
+    Args:
+        trainer: evaluated on the split.
+        examples, split: the examples and the name of the split.
+        data_args: name the data.
+    """
+    output = trainer.output
+    assert output is not None and output.metrics is not None and output.label_ids is not None
     if not trainer.is_world_process_zero():
         return
     folder, config = trainer.args.output_dir, trainer.model.config
     predictions, labels = output.predictions.tolist(), output.label_ids.tolist()
-    names = [config.id2label[i] for i in range(config.num_labels)]
+    names = label_names(config)
     data = data_args.dataset_name or getattr(data_args, f"{split}_file") or data_args.train_file
     title = Path(data).name if Path(data).exists() else data
     precision = trainer.args.mixed_precision if trainer.args.mixed_precision != "no" else trainer.model.dtype
     protocol = f"texts of up to {max(examples['length'])} tokens, {len(names)} classes, computed in {precision}"
+    accuracy = next(value for name, value in output.metrics.items() if name.endswith("_accuracy"))
     share = max(map(labels.count, set(labels))) / len(labels)
     measurements = [
-        Measurement("accuracy", "Accuracy", output.metrics[f"{prefix}_accuracy"], len(labels), protocol),
+        Measurement("accuracy", "Accuracy", accuracy, len(labels), protocol),
         Measurement("accuracy", "Baseline: accuracy of the most frequent class", share, len(labels), "always the same class"),
     ]
     source = Source(examples, title, data_args.dataset_config_name, split)
@@ -337,7 +341,7 @@ def main(args: list[str] | None = None) -> None:
     if training_args.token_masking > 0 and tokenizer.mask_token is None:
         raise ValueError("--token_masking needs a tokenizer with a mask token.")
     config = load_config(model_args, tokenizer)
-    known_names = [config.id2label[i] for i in range(config.num_labels)] if model_args.model_name_or_path else []
+    known_names = label_names(config) if model_args.model_name_or_path else []
     names = class_names(next(iter(splits.values())), data_args.class_names, known_names)
     if not training_args.do_train and names != known_names:
         raise ValueError(
@@ -357,20 +361,17 @@ def main(args: list[str] | None = None) -> None:
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=preprocess_logits_for_metrics,
     )
-    final_split = "test" if training_args.do_predict else "validation"
     samples = {"train": len(examples.get("train", ())), "eval": len(examples.get("validation", ()))}
-    train_and_report(
-        trainer,
-        model_args,
-        data_args,
-        "text-classification",
-        samples,
-        before_card=lambda: (
-            report_results(trainer, examples[final_split], final_split, data_args)
-            if training_args.do_predict or training_args.do_eval
-            else None
-        ),
-    )
+
+    def report_final_split() -> None:
+        if training_args.do_predict:
+            metrics = trainer.predict(examples["test"], metric_key_prefix="predict").metrics
+            report(trainer, "predict", metrics, len(examples["test"]))
+        if training_args.do_predict or training_args.do_eval:
+            split = "test" if training_args.do_predict else "validation"
+            report_results(trainer, examples[split], split, data_args)
+
+    train_and_report(trainer, model_args, data_args, "text-classification", samples, before_card=report_final_split)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,15 @@ from dataclasses import dataclass
 import datasets
 import scripting
 import torch
-from classification import class_names, encode_labels, find_column, label_candidates, load_classifier
+from classification import (
+    class_names,
+    compute_metrics,
+    encode_labels,
+    find_column,
+    label_candidates,
+    load_classifier,
+    select_samples,
+)
 from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image, ImageOps
 from scripting import (
@@ -37,7 +45,6 @@ from scripting import (
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     AutoModelForImageClassification,
-    EvalPrediction,
     PreTrainedConfig,
     ViTImageProcessorPil,
     set_seed,
@@ -46,7 +53,6 @@ from transformers.hf_argparser import HfArg
 
 from tost_hf.image_processing import CROPS, convert_image, make_image_processor
 from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed
-from tost_hf.training.metrics import Accuracy
 from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
 
@@ -271,27 +277,6 @@ def preprocess_logits_for_metrics(logits, labels):
     return logits.topk(min(5, logits.shape[-1]), dim=-1).indices
 
 
-def compute_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
-    return Accuracy().compute(predictions=eval_prediction.predictions, references=eval_prediction.label_ids)
-
-
-def select_samples(splits: dict[str, Dataset], data_args: DataTrainingArguments, training_args) -> None:
-    """Limits each split to `max_train_samples` or `max_eval_samples` images.
-
-    Raises:
-        ValueError: there are no images to train or evaluate on.
-    """
-    for split, is_requested, limit in (
-        ("train", training_args.do_train, data_args.max_train_samples),
-        ("validation", training_args.do_eval, data_args.max_eval_samples),
-    ):
-        if is_requested and split not in splits:
-            raise ValueError(f"There are no {split} images; give --{split}_dir or --{split}_file, or a dataset that has them.")
-        if split in splits and limit is not None:  # shuffled, as folders are sorted by class
-            dataset = splits[split].shuffle(seed=training_args.seed)
-            splits[split] = dataset.select(range(min(limit, len(dataset))))
-
-
 def make_view(config: PreTrainedConfig, processor: ViTImageProcessorPil, training_args) -> TrainingView:
     """The augmentation of the arguments."""
     return TrainingView(
@@ -319,7 +304,13 @@ def main(args: list[str] | None = None) -> None:
     config = load_config(model_args)
     with training_args.main_process_first(desc="preparing the images"):
         splits = load_images(model_args, data_args, training_args.seed)
-    select_samples(splits, data_args, training_args)
+    requested = [
+        split
+        for split, is_requested in (("train", training_args.do_train), ("validation", training_args.do_eval))
+        if is_requested
+    ]
+    limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
+    select_samples(splits, limits, requested, "images", training_args.seed)
     names = next(iter(splits.values())).features["label"].names
     model = load_classifier(AutoModelForImageClassification, model_args, config, names)
     processor = load_processor(model_args, config)

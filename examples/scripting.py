@@ -20,6 +20,7 @@ import torch
 import transformers
 import yaml
 from datasets import load_dataset
+from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
@@ -35,6 +36,7 @@ from transformers.hf_argparser import HfArg
 
 from tost_hf import ToSTConfig, ToSTVisionConfig
 from tost_hf.files import RUN_ARGUMENTS, TRAINER_STATE, staged_file
+from tost_hf.hub.cards import save_card
 from tost_hf.hub.contents import HUB_TOKEN
 from tost_hf.model.configuration_tost import PRESETS
 from tost_hf.model.configuration_tost_vision import VISION_PRESETS
@@ -394,3 +396,9 @@ def report(trainer: Trainer, split: str, metrics: dict[str, float], samples: int
         metrics[f"{split}_samples"] = samples
     trainer.log_metrics(split, metrics)
     trainer.save_metrics(split, metrics)
+
+
+def save_with_section(card: ModelCard, section: str, file: Path) -> None:
+    """Saves a model card with a section at its end."""
+    card.text = f"{card.text.rstrip()}\n\n{section}\n"
+    save_card(card, file)

@@ -29,14 +29,14 @@ import torch
 from datasets import load_dataset
 from evaluation import EvaluationArguments, Measurement, load_source, make_results, print_results, write_results
 from scoring import bigram_loss, score
-from scripting import has_bf16_instructions, recorded_command
+from scripting import has_bf16_instructions, recorded_command, save_with_section
 from texts import train_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_torch_bf16_gpu_available
 
 import tost_hf  # noqa: F401  registers the models with the Auto classes
 from tost_hf.files import EVALUATION
-from tost_hf.hub.cards import build_card, save_card
+from tost_hf.hub.cards import build_card
 from tost_hf.hub.contents import model_files
 from tost_hf.hub.records import CARD
 from tost_hf.training.metrics import perplexity
@@ -206,9 +206,7 @@ def sample_section(folder: str) -> str:
 
 def finish_card(folder: str, section: str) -> None:
     """Replaces Trainer's card by one with the evaluation and a section at its end."""
-    card = build_card(folder)
-    card.text = f"{card.text.rstrip()}\n\n{section}\n"
-    save_card(card, Path(folder, CARD))
+    save_with_section(build_card(folder), section, Path(folder, CARD))
 
 
 def copy_published_files(folder: str, hub_dir: str | None) -> None:

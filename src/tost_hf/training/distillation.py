@@ -109,7 +109,8 @@ class ImageTeacher:
     @torch.no_grad()
     def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """The teacher's logits (B, K) for the student's `pixel_values` (B, C, height, width)."""
-        pixel_values = self.convert(pixel_values).contiguous(memory_format=torch.channels_last)  # for faster convolutions
+        # in channels-last layout convolutions are faster
+        pixel_values = self.convert(pixel_values).to(self.model.dtype, memory_format=torch.channels_last)
         return self.model(pixel_values=pixel_values).logits[:, self.order]
 
     def convert(self, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -126,7 +127,7 @@ class ImageTeacher:
             mode = self.format.interpolation
             smooth = {} if mode == "nearest" else {"align_corners": False, "antialias": True}
             x = F.interpolate(x, size, mode=mode, **smooth).clamp(0, 1)  # bicubic interpolation overshoots
-        return self.format.normalize(x).to(self.model.dtype)
+        return self.format.normalize(x)
 
 
 def _list_labels(config: Any) -> list[str]:
