@@ -304,13 +304,9 @@ def main(args: list[str] | None = None) -> None:
     config = load_config(model_args)
     with training_args.main_process_first(desc="preparing the images"):
         splits = load_images(model_args, data_args, training_args.seed)
-    requested = [
-        split
-        for split, is_requested in (("train", training_args.do_train), ("validation", training_args.do_eval))
-        if is_requested
-    ]
+    flags = {"train": training_args.do_train, "validation": training_args.do_eval}
     limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
-    select_samples(splits, limits, requested, "images", training_args.seed)
+    select_samples(splits, limits, [split for split in flags if flags[split]], "images", training_args.seed)
     names = next(iter(splits.values())).features["label"].names
     model = load_classifier(AutoModelForImageClassification, model_args, config, names)
     processor = load_processor(model_args, config)
