@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Trains a small ToST image classifier: 2.8 M parameters in 100 minutes of one CPU core, or 22 M on a GPU.
+"""Trains a small ToST image classifier: 2.8 M parameters in two hours of one CPU core, or 22 M on a GPU.
 
     python examples/train_small_images.py --images CIFAR10_FOLDER --size cpu --output_dir tost-cifar10-3m
     python examples/train_small_images.py --images CIFAR10_FOLDER --size cpu --teacher regnet --output_dir tost-cifar10-3m
@@ -11,8 +11,8 @@ trains on random crops and flips; a tenth of the training images is held out if 
 "cpu" is for images of 32 pixels, as those of CIFAR-10; its trunks of all kinds of attention have about as many parameters. The
 weights are then stored in bfloat16 and evaluated on all held-out images, beside the most frequent class. The output folder has
 the model card, the training curves and the confusion matrix; OUTPUT_DIR-memberships has a page on TSSA's memberships for the
-first held-out image. An interrupted run resumes from its last checkpoint. `--hub_dir` copies the files that publishing would
-upload.
+first held-out image. An interrupted run resumes from its last checkpoint; `--model_name_or_path` trains a finished model
+further, by a lower `--learning_rate`. `--hub_dir` copies the files that publishing would upload.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from evaluation import Measurement, Source, make_results, print_results, write_r
 from scripting import recorded_command
 from sklearn.metrics import accuracy_score
 from train_small import command_line, copy_published_files, finish_card, make_parser
-from transformers import AutoModelForImageClassification, TrainerState, ViTImageProcessorPil
+from transformers import AutoConfig, AutoModelForImageClassification, TrainerState, ViTImageProcessorPil
 
 from tost_hf.files import EVALUATION, TRAINER_STATE
 from tost_hf.interpret import inspect_path
@@ -55,13 +55,13 @@ class Size:
     learning_rate: float
     crop_padding: int = 0  # pixels; 0 for RandomResizedCrop
     workers: int = 0  # processes that read images
-    distillation_alpha: float = 0.5
-    distillation_tau: float = 1.0
+    distillation_alpha: float = 0.7
+    distillation_tau: float = 2.0
 
 
 SIZES = {
     "cpu": Size(
-        "hidden_size=176,num_attention_heads=11,layer_scale_init_value=0.1", 6, 32, 8, 64, 15_500, 2e-3, crop_padding=4
+        "hidden_size=176,num_attention_heads=11,layer_scale_init_value=0.1", 6, 32, 8, 128, 16_000, 3e-3, crop_padding=4
     ),
     "gpu": Size("hidden_size=384,num_attention_heads=8", 12, 96, 8, 256, 10_000, 1e-3, workers=8),
 }
@@ -81,16 +81,18 @@ def make_arguments(args: argparse.Namespace) -> list[str]:
     size = SIZES[args.size]
     steps = args.steps or size.steps
     overrides = f"{model_overrides(size, args.trunk)},patch_size={args.patch_size or size.patch_size}"
-    options = {
-        "config_name": "tost-vision-tiny-patch16",
-        "config_overrides": overrides,
+    if args.model_name_or_path is None:
+        model = {"config_name": "tost-vision-tiny-patch16", "config_overrides": overrides}
+    else:
+        model = {"model_name_or_path": args.model_name_or_path, "dtype": "float32"}
+    options = model | {
         "image_size": args.image_size or size.image_size,
         "dataset_name": args.images,
         "train_val_split": HELD_OUT_FRACTION,
         "max_eval_samples": CURVE_IMAGES,
         "per_device_train_batch_size": size.batch,
         "dataloader_num_workers": min(size.workers, os.cpu_count() or 1),
-        "learning_rate": size.learning_rate,
+        "learning_rate": args.learning_rate or size.learning_rate,
         "warmup_steps": steps // 10,
         "lr_scheduler_type": "cosine",
         "adam_beta2": 0.98,
@@ -144,13 +146,17 @@ def evaluate(images: str, folder: str, splits: dict) -> tuple[list[int], list[in
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, "tost-images", SIZES)
     parser.add_argument("--images", required=True, metavar="IMAGE_FOLDER", help="a folder of images, or a dataset's Hub id")
+    parser.add_argument("--model_name_or_path", metavar="FOLDER", help="a model of this script to train further")
     parser.add_argument("--trunk", choices=ATTENTION_TYPES, default="tssa", help="the attention over the patches")
     parser.add_argument("--teacher", metavar="FOLDER", help="a classifier of the same classes to distill from")
     parser.add_argument("--distillation_type", choices=("soft", "hard"), default="soft", help="of the teacher's logits")
+    parser.add_argument("--learning_rate", type=float, help="the peak; default: that of the size")
     parser.add_argument("--image_size", type=int, help="pixels; default: that of the size")
     parser.add_argument("--patch_size", type=int, help="pixels; default: that of the size")
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args(arguments)
+    if args.model_name_or_path is not None and (args.trunk != parser.get_default("trunk") or args.patch_size is not None):
+        parser.error("--trunk and --patch_size are for a new model, without --model_name_or_path")
     script.main(make_arguments(args))
     data_args = script.DataTrainingArguments(dataset_name=args.images, train_val_split=HELD_OUT_FRACTION)
     splits = script.load_images(script.ModelArguments(), data_args, args.seed)
@@ -160,7 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
     section = class_section(labels, predictions, splits["validation"].features["label"].names, args.output_dir)
     finish_card(args.output_dir, section)
     copy_published_files(args.output_dir, args.hub_dir)
-    if args.trunk == "tssa":
+    if AutoConfig.from_pretrained(args.output_dir).attention_type == "tssa":
         example = splits["validation"][0]
         image = script.read_image(example["source"], example["image"])
         inspect_path(args.output_dir, image, f"{Path(args.output_dir)}{MEMBERSHIPS_SUFFIX}")

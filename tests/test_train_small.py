@@ -37,8 +37,9 @@ def test_models_of_a_size_have_as_many_parameters(size, text_parameters, image_p
         assert model.num_parameters() == pytest.approx(text_parameters, rel=0.02)
     options = {"patch_size": image_size.patch_size, "image_size": image_size.image_size}
     for trunk in ATTENTION_TYPES:
-        args = Namespace(images="images", output_dir="out", size=size, trunk=trunk, steps=None, seed=0, teacher=None)
-        arguments = train_small_images.make_arguments(Namespace(**vars(args), image_size=None, patch_size=None))
+        unset = dict.fromkeys(("steps", "teacher", "model_name_or_path", "learning_rate", "image_size", "patch_size"))
+        args = Namespace(images="images", output_dir="out", size=size, trunk=trunk, seed=0, **unset)
+        arguments = train_small_images.make_arguments(args)
         assert f"attention_type={trunk}," in arguments[arguments.index("--config_overrides") + 1]
         config = override_config(ToSTVisionConfig(), train_small_images.model_overrides(image_size, trunk), **options)
         with torch.device("meta"):
@@ -137,3 +138,13 @@ def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsy
     for name in (classification.CURVES, classification.CONFUSION):
         assert (hub / name).read_bytes().startswith(b"\x89PNG") and name in section
     assert (tmp_path / "model-memberships/index.html").is_file()
+
+    further = [*command[:2], "--output_dir", str(tmp_path / "further"), "--size", "cpu", "--model_name_or_path", str(output)]
+    train_small_images.main([*further, "--learning_rate", "1e-9"])
+    weights, others = load_file(output / "model.safetensors"), load_file(tmp_path / "further/model.safetensors")
+    for name in weights:
+        if "running" not in name and "num_batches" not in name:
+            torch.testing.assert_close(others[name], weights[name], atol=1e-5, rtol=0)
+    with pytest.raises(SystemExit):
+        train_small_images.main([*further, "--trunk", "xca"])
+    assert "are for a new model" in capsys.readouterr().err
