@@ -1,10 +1,10 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Trains or fine-tunes a text classifier: transformers' run_classification, with ToST's presets, for texts of any length.
 
-    python examples/run_classification.py examples/recipes/text_classification.yaml --dataset_name stanfordnlp/imdb \
-        --do_train --do_eval --do_predict --output_dir tost-imdb-2m
-    python examples/run_classification.py --model_name_or_path model_cards/trained/tost-imdb-2m --dtype float32 \
-        --train_file reviews.csv --do_train --do_eval --output_dir my-classifier
+    python examples/run_classification.py --config_name tost-plus-base --config_overrides pooling=mean \
+        --tokenizer_vocab_size 8192 --dataset_name stanfordnlp/imdb --do_train --do_eval --output_dir my-classifier
+    python examples/run_classification.py examples/recipes/text_classification.yaml --model_name_or_path my-language-model \
+        --config_overrides pooling=mean --train_file reviews.csv --do_train --do_eval --output_dir my-classifier
     python examples/run_classification.py --model_name_or_path my-classifier --test_file more.csv --do_predict \
         --output_dir evaluated
 

@@ -9,14 +9,14 @@ import torch
 from image_runs import load_processor
 from PIL import Image
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer, pipeline
 
 import tost_hf  # noqa: F401  registers the models with the Auto classes
 
 
 ROOT = Path(__file__).parents[1]
 TRAINED = ROOT / "model_cards/trained"
-BOOKS, PHOTOS = TRAINED / "tost-books-3m", TRAINED / "tost-cifar10-3m"
+BOOKS, PHOTOS, REVIEWS = TRAINED / "tost-books-3m", TRAINED / "tost-cifar10-3m", TRAINED / "tost-imdb-2m"
 ALICE_LOSS = 4.2872  # nats per token
 
 
@@ -25,7 +25,7 @@ def read_evaluation(folder: Path) -> dict[str, float]:
     return {result["metric_name"]: result["metric_value"] for result in results}
 
 
-@pytest.mark.parametrize("folder", [BOOKS, PHOTOS], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", [BOOKS, PHOTOS, REVIEWS], ids=lambda folder: folder.name)
 def test_files_of_the_trained_models(folder):
     weights = folder / "model.safetensors"
     assert weights.stat().st_size <= 6_000_000
@@ -69,9 +69,24 @@ def test_three_best_classes_of_the_readme():
     assert results["Accuracy (top-1)"] > 8 * results["Baseline: accuracy of the most frequent class"]
 
 
+def test_sentences_of_the_readme():
+    """Their given and their predicted sentiment, and that reviews of any length have the same sentiment in a padded batch."""
+    classify = pipeline("text-classification", model=str(REVIEWS), dtype=torch.float32)
+    rows = re.findall(r"\| (.+) \| (pos|neg) \| (pos|neg) (\d+) % \|", (TRAINED / "README.md").read_text())
+    assert len(rows) == 12 and all(given == predicted for _, given, predicted, _ in rows[:6])  # the other six are hard
+    sentences = [row[0] for row in rows]
+    for (_, _, label, percent), result in zip(rows, classify(sentences)):
+        assert (result["label"], result["score"]) == (label, pytest.approx(int(percent) / 100, abs=0.01))
+    texts = [sentences[0], " ".join(sentences[:1] * 300)]  # of 2,000 tokens
+    alone, batched = classify(texts, batch_size=1), classify(texts, batch_size=2)
+    for one, other in zip(alone, batched):
+        assert one["label"] == other["label"] == "pos" and one["score"] == pytest.approx(other["score"], abs=1e-5)
+    assert read_evaluation(REVIEWS)["Accuracy"] > 0.85
+
+
 def test_example_of_the_readme(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     [block] = re.findall(r"```python\n(.*?)```", (TRAINED / "README.md").read_text(), re.DOTALL)
     exec(compile(block, "README.md", "exec"), {})
-    text, label = capsys.readouterr().out.strip().rsplit("\n", 1)
-    assert text.startswith("It was a dark night, and") and label == "frog"  # cat is its worst class
+    text, label, sentiment = capsys.readouterr().out.strip().rsplit("\n", 2)
+    assert text.startswith("It was a dark night, and") and (label, sentiment) == ("frog", "pos")  # cat is its worst class
