@@ -49,6 +49,7 @@ EXTERNAL_PROGRAMS = {  # their options are not checked
     "accelerate",
     "bash",
     "curl",
+    "export",
     "git",
     "kill",
     "lm_eval",
