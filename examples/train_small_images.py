@@ -12,7 +12,7 @@ trains on random crops and flips; a tenth of the training images is held out if 
 weights are then stored in bfloat16 and evaluated on all held-out images, beside the most frequent class. The output folder has
 the model card, the training curves and the confusion matrix; OUTPUT_DIR-memberships has a page on TSSA's memberships for the
 first held-out image. An interrupted run resumes from its last checkpoint; `--model_name_or_path` trains a finished model
-further, by a lower `--learning_rate`. `--hub_dir` copies the files that publishing would upload.
+further, with a lower `--learning_rate`. `--hub_dir` copies the files that publishing would upload.
 """
 
 import argparse
@@ -80,8 +80,8 @@ def make_arguments(args: argparse.Namespace) -> list[str]:
     """The arguments of `run_image_classification.py`."""
     size = SIZES[args.size]
     steps = args.steps or size.steps
-    overrides = f"{model_overrides(size, args.trunk)},patch_size={args.patch_size or size.patch_size}"
     if args.model_name_or_path is None:
+        overrides = f"{model_overrides(size, args.trunk)},patch_size={args.patch_size or size.patch_size}"
         model = {"config_name": "tost-vision-tiny-patch16", "config_overrides": overrides}
     else:
         model = {"model_name_or_path": args.model_name_or_path, "dtype": "float32"}
