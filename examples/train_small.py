@@ -31,10 +31,10 @@ from evaluation import EvaluationArguments, Measurement, load_source, make_resul
 from scoring import bigram_loss, score
 from scripting import has_bf16_instructions, recorded_command, save_with_section
 from texts import train_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import is_torch_bf16_gpu_available
 
-import tost_hf  # noqa: F401  registers the models with the Auto classes
+from tost_hf import ToSTConfig
 from tost_hf.files import EVALUATION
 from tost_hf.hub.cards import build_card
 from tost_hf.hub.contents import model_files
@@ -64,7 +64,7 @@ class Size:
 
 
 SIZES = {
-    "cpu": Size(160, 8, 10, 4096, 256, 4, 10_000, 3e-3),
+    "cpu": Size(160, 8, 10, 4096, 512, 4, 16_000, 3e-3),
     "gpu": Size(384, 12, 6, 16_384, 1024, 32, 1600, 1e-3),
 }
 TOST_MODELS = ("hybrid", "published")
@@ -95,15 +95,19 @@ def model_options(name: str, size: Size) -> dict[str, object]:
     return model | {"config_overrides": ",".join(f"{key}={value}" for key, value in overrides.items())}
 
 
-def train(dataset_name: str, output_dir: str, model: str, size: Size) -> None:
-    """Trains tokenizer and model, with a checkpoint after every tenth of the run."""
-    documents = load_dataset(dataset_name, split="train")["text"]
+def train(args: argparse.Namespace, size: Size) -> None:
+    """Trains tokenizer and model, or a finished model further, with a checkpoint after every tenth of the run."""
     with tempfile.TemporaryDirectory() as scratch:
-        max_characters = TOKENIZER_CHARACTERS // len(documents)
-        train_tokenizer((document[:max_characters] for document in documents), scratch, size.vocab_size)
-        options = model_options(model, size) | {
-            "tokenizer_name": scratch,
-            "dataset_name": dataset_name,
+        if args.model_name_or_path is None:
+            documents = load_dataset(args.text, split="train")["text"]
+            max_characters = TOKENIZER_CHARACTERS // len(documents)
+            train_tokenizer((document[:max_characters] for document in documents), scratch, size.vocab_size)
+            options = model_options(args.model, size) | {"tokenizer_name": scratch}
+        else:
+            options = {"model_name_or_path": args.model_name_or_path, "dtype": "float32"}
+        options |= {
+            "dataset_name": args.text,
+            "seed": args.seed,
             "block_size": size.block_size,
             "warmup_steps": min(2000, size.steps // 10),
             "lr_scheduler_type": "cosine_with_min_lr",
@@ -112,7 +116,7 @@ def train(dataset_name: str, output_dir: str, model: str, size: Size) -> None:
             "learning_rate": size.learning_rate,
             "per_device_train_batch_size": size.batch,
         }
-        run_clm.main(command_line(options, size.steps, output_dir))
+        run_clm.main(command_line(options, size.steps, args.output_dir))
 
 
 def command_line(options: dict[str, object], steps: int, output_dir: str) -> list[str]:
@@ -141,6 +145,9 @@ def make_parser(description: str | None, output_dir: str, sizes: dict) -> argpar
     parser.add_argument("--hub_dir", help="a folder to copy the files to that publishing would upload")
     parser.add_argument("--size", choices=sizes, default="gpu" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, help="optimizer steps; default: those of the size")
+    parser.add_argument("--learning_rate", type=float, help="the peak; default: that of the size")
+    parser.add_argument("--model_name_or_path", metavar="FOLDER", help="a model of this script to train further")
+    parser.add_argument("--seed", type=int, default=42)
     return parser
 
 
@@ -222,13 +229,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, "tost-books-3m", SIZES)
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
     parser.add_argument("--model", choices=MODELS, default="hybrid", help="hybrid and published are ToST models")
-    parser.add_argument("--learning_rate", type=float, help="the peak; default: that of the size")
     args = parser.parse_args(arguments)
+    if args.model_name_or_path is not None and args.model != parser.get_default("model"):
+        parser.error("--model is for a new model, without --model_name_or_path")
     size = SIZES[args.size]
     size = replace(size, steps=args.steps or size.steps, learning_rate=args.learning_rate or size.learning_rate)
-    train(args.text, args.output_dir, args.model, size)
+    train(args, size)
     evaluate(args.text, args.output_dir, size.block_size)
-    if args.model in TOST_MODELS:
+    if AutoConfig.from_pretrained(args.output_dir).model_type == ToSTConfig.model_type:
         section = sample_section(args.output_dir)
         finish_card(args.output_dir, section)
         print(section)

@@ -146,14 +146,11 @@ def evaluate(images: str, folder: str, splits: dict) -> tuple[list[int], list[in
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, "tost-images", SIZES)
     parser.add_argument("--images", required=True, metavar="IMAGE_FOLDER", help="a folder of images, or a dataset's Hub id")
-    parser.add_argument("--model_name_or_path", metavar="FOLDER", help="a model of this script to train further")
     parser.add_argument("--trunk", choices=ATTENTION_TYPES, default="tssa", help="the attention over the patches")
     parser.add_argument("--teacher", metavar="FOLDER", help="a classifier of the same classes to distill from")
     parser.add_argument("--distillation_type", choices=("soft", "hard"), default="soft", help="of the teacher's logits")
-    parser.add_argument("--learning_rate", type=float, help="the peak; default: that of the size")
     parser.add_argument("--image_size", type=int, help="pixels; default: that of the size")
     parser.add_argument("--patch_size", type=int, help="pixels; default: that of the size")
-    parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args(arguments)
     if args.model_name_or_path is not None and (args.trunk != parser.get_default("trunk") or args.patch_size is not None):
         parser.error("--trunk and --patch_size are for a new model, without --model_name_or_path")

@@ -27,14 +27,14 @@ from tost_hf import ToSTForImageClassification, ToSTVisionConfig
 from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
 
 
-@pytest.mark.parametrize(("size", "text_parameters", "image_parameters"), [("cpu", 2.81e6, 2.81e6), ("gpu", 24.7e6, 22.2e6)])
+@pytest.mark.parametrize(("size", "text_parameters", "image_parameters"), [("cpu", 2.82e6, 2.81e6), ("gpu", 24.7e6, 22.2e6)])
 def test_models_of_a_size_have_as_many_parameters(size, text_parameters, image_parameters):
     text_size, image_size = train_small.SIZES[size], train_small_images.SIZES[size]
     for name in train_small.MODELS:
         config = run_clm.load_config(run_clm.ModelArguments(**train_small.model_options(name, text_size)))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        assert model.num_parameters() == pytest.approx(text_parameters, rel=0.02)
+        assert model.num_parameters() == pytest.approx(text_parameters, rel=0.03)
     options = {"patch_size": image_size.patch_size, "image_size": image_size.image_size}
     for trunk in ATTENTION_TYPES:
         unset = dict.fromkeys(("steps", "teacher", "model_name_or_path", "learning_rate", "image_size", "patch_size"))
@@ -115,6 +115,16 @@ def test_training_a_language_model(tmp_path, monkeypatch, capsys, model):
         printed = io.StringIO(capsys.readouterr().out, newline=None).read()  # with the newlines that reading a file gives
         assert section in printed
         check_published_files(output, hub)
+
+    further = [*command[:2], "--output_dir", str(tmp_path / "further"), "--size", "cpu", "--model_name_or_path", str(output)]
+    train_small.main([*further, "--learning_rate", "1e-9"])
+    assert (tmp_path / "further/tokenizer.json").read_bytes() == (output / "tokenizer.json").read_bytes()
+    weights, others = load_file(output / "model.safetensors"), load_file(tmp_path / "further/model.safetensors")
+    for name in weights:
+        torch.testing.assert_close(others[name], weights[name], atol=1e-5, rtol=0)
+    with pytest.raises(SystemExit):
+        train_small.main([*further, "--model", "mamba2" if model == "gpt2" else "gpt2"])
+    assert "is for a new model" in capsys.readouterr().err
 
 
 def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsys):
