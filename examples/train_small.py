@@ -10,8 +10,8 @@ tokenizer is trained on the training text. `run_clm.py` trains a position-free h
 convolution, and attention in one layer of four, or another model of about as many parameters (`--model`). The weights are then
 stored in bfloat16 and evaluated on the test split, or else the validation split, beside a bigram model of the same training
 tokens: the loss, and how well the model copies a passage of its prompt. The card of a ToST shows the results and ten sampled
-continuations, unselected and unedited. An interrupted run resumes from its last checkpoint. `--hub_dir` copies the files that
-publishing would upload.
+continuations, unselected and unedited. An interrupted run resumes from its last checkpoint; `--model_name_or_path` trains a
+finished model further, with a lower `--learning_rate`. `--hub_dir` copies the files that publishing would upload.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from tost_hf.model.configuration_tost import FULL_ATTENTION
 @pytest.mark.slow
 def test_demo(tmp_path):
     script = Path(__file__).parents[1] / "examples" / "demo.py"
-    command = [sys.executable, str(script), "--output_dir", str(tmp_path / "model"), "--steps", "3"]
+    command = [sys.executable, str(script), "--output_dir", str(tmp_path / "model"), "--steps", "10"]
     output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
     assert output.count("def read_lines(filename):") == 2
     before, after = map(float, re.search(r"(\S+) nats per token before training, (\S+) after it", output).groups())
