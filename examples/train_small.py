@@ -97,41 +97,47 @@ def model_options(name: str, size: Size) -> dict[str, object]:
 
 def train(args: argparse.Namespace, size: Size) -> None:
     """Trains tokenizer and model, or a finished model further, with a checkpoint after every tenth of the run."""
+    options: dict[str, object] = {
+        "dataset_name": args.text,
+        "block_size": size.block_size,
+        "warmup_steps": min(2000, size.steps // 10),
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}',
+        "max_eval_samples": 100,
+    }
     with tempfile.TemporaryDirectory() as scratch:
         if args.model_name_or_path is None:
             documents = load_dataset(args.text, split="train")["text"]
             max_characters = TOKENIZER_CHARACTERS // len(documents)
             train_tokenizer((document[:max_characters] for document in documents), scratch, size.vocab_size)
-            options = model_options(args.model, size) | {"tokenizer_name": scratch}
-        else:
-            options = {"model_name_or_path": args.model_name_or_path, "dtype": "float32"}
-        options |= {
-            "dataset_name": args.text,
-            "seed": args.seed,
-            "block_size": size.block_size,
-            "warmup_steps": min(2000, size.steps // 10),
-            "lr_scheduler_type": "cosine_with_min_lr",
-            "lr_scheduler_kwargs": '{"min_lr_rate": 0.1}',
-            "max_eval_samples": 100,
-            "learning_rate": size.learning_rate,
-            "per_device_train_batch_size": size.batch,
-        }
-        run_clm.main(command_line(options, size.steps, args.output_dir))
+            options |= model_options(args.model, size) | {"tokenizer_name": scratch}
+        run_clm.main(command_line(args, size, options))
 
 
-def command_line(options: dict[str, object], steps: int, output_dir: str) -> list[str]:
+def choose_size(args: argparse.Namespace, sizes: dict):
+    """The chosen size, with the steps and the learning rate of the command line, if any."""
+    size = sizes[args.size]
+    return replace(size, steps=args.steps or size.steps, learning_rate=args.learning_rate or size.learning_rate)
+
+
+def command_line(args: argparse.Namespace, size, options: dict[str, object]) -> list[str]:
     """Options in the form of a command line, with those of both scripts: ten evaluations and checkpoints."""
     has_gpu = torch.cuda.is_available()
+    if args.model_name_or_path is not None:
+        options = options | {"model_name_or_path": args.model_name_or_path, "dtype": "float32"}
     options = options | {
-        "max_steps": steps,
-        "logging_steps": max(1, steps // 50),
+        "seed": args.seed,
+        "learning_rate": size.learning_rate,
+        "per_device_train_batch_size": size.batch,
+        "max_steps": size.steps,
+        "logging_steps": max(1, size.steps // 50),
         "eval_strategy": "steps",
-        "eval_steps": max(1, steps // 10),
-        "save_steps": max(1, steps // 10),
+        "eval_steps": max(1, size.steps // 10),
+        "save_steps": max(1, size.steps // 10),
         "save_total_limit": 1,
         "save_dtype": "bfloat16",
         "bf16": is_torch_bf16_gpu_available() if has_gpu else has_bf16_instructions(),
-        "output_dir": output_dir,
+        "output_dir": args.output_dir,
         "report_to": "none",
     }
     flags = ["--do_train", "--do_eval", *([] if has_gpu else ["--use_cpu"])]
@@ -232,8 +238,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.model_name_or_path is not None and args.model != parser.get_default("model"):
         parser.error("--model is for a new model, without --model_name_or_path")
-    size = SIZES[args.size]
-    size = replace(size, steps=args.steps or size.steps, learning_rate=args.learning_rate or size.learning_rate)
+    size = choose_size(args, SIZES)
     train(args, size)
     evaluate(args.text, args.output_dir, size.block_size)
     if AutoConfig.from_pretrained(args.output_dir).model_type == ToSTConfig.model_type:

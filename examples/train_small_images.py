@@ -29,7 +29,7 @@ from evaluate_image_classification import predict
 from evaluation import Measurement, Source, make_results, print_results, write_results
 from scripting import recorded_command
 from sklearn.metrics import accuracy_score
-from train_small import command_line, copy_published_files, finish_card, make_parser
+from train_small import choose_size, command_line, copy_published_files, finish_card, make_parser
 from transformers import AutoConfig, AutoModelForImageClassification, TrainerState, ViTImageProcessorPil
 
 from tost_hf.files import EVALUATION, TRAINER_STATE
@@ -78,22 +78,14 @@ def model_overrides(size: Size, trunk: str) -> str:
 
 def make_arguments(args: argparse.Namespace) -> list[str]:
     """The arguments of `run_image_classification.py`."""
-    size = SIZES[args.size]
-    steps = args.steps or size.steps
-    if args.model_name_or_path is None:
-        overrides = f"{model_overrides(size, args.trunk)},patch_size={args.patch_size or size.patch_size}"
-        model = {"config_name": "tost-vision-tiny-patch16", "config_overrides": overrides}
-    else:
-        model = {"model_name_or_path": args.model_name_or_path, "dtype": "float32"}
-    options = model | {
+    size = choose_size(args, SIZES)
+    options = {
         "image_size": args.image_size or size.image_size,
         "dataset_name": args.images,
         "train_val_split": HELD_OUT_FRACTION,
         "max_eval_samples": CURVE_IMAGES,
-        "per_device_train_batch_size": size.batch,
         "dataloader_num_workers": min(size.workers, os.cpu_count() or 1),
-        "learning_rate": args.learning_rate or size.learning_rate,
-        "warmup_steps": steps // 10,
+        "warmup_steps": size.steps // 10,
         "lr_scheduler_type": "cosine",
         "adam_beta2": 0.98,
         "weight_decay": 0.05,
@@ -102,12 +94,14 @@ def make_arguments(args: argparse.Namespace) -> list[str]:
         # for few epochs: neither the recipe's strong augmentation nor EMA weights
         "crop_padding": size.crop_padding,
         "min_crop_scale": 0.5,
-        "seed": args.seed,
     }
+    if args.model_name_or_path is None:
+        overrides = f"{model_overrides(size, args.trunk)},patch_size={args.patch_size or size.patch_size}"
+        options |= {"config_name": "tost-vision-tiny-patch16", "config_overrides": overrides}
     if args.teacher is not None:
         options |= {"teacher_model_name_or_path": args.teacher, "distillation_type": args.distillation_type}
         options |= {"distillation_alpha": size.distillation_alpha, "distillation_tau": size.distillation_tau}
-    return command_line(options, steps, args.output_dir)
+    return command_line(args, size, options)
 
 
 def evaluate(images: str, folder: str, splits: dict) -> tuple[list[int], list[int]]:

@@ -116,14 +116,22 @@ def test_training_a_language_model(tmp_path, monkeypatch, capsys, model):
         assert section in printed
         check_published_files(output, hub)
 
-    further = [*command[:2], "--output_dir", str(tmp_path / "further"), "--size", "cpu", "--model_name_or_path", str(output)]
-    train_small.main([*further, "--learning_rate", "1e-9"])
+    second_run = [
+        *command[:2],
+        "--output_dir",
+        str(tmp_path / "further"),
+        "--size",
+        "cpu",
+        "--model_name_or_path",
+        str(output),
+    ]
+    train_small.main([*second_run, "--learning_rate", "1e-9"])
     assert (tmp_path / "further/tokenizer.json").read_bytes() == (output / "tokenizer.json").read_bytes()
     weights, others = load_file(output / "model.safetensors"), load_file(tmp_path / "further/model.safetensors")
     for name in weights:
         torch.testing.assert_close(others[name], weights[name], atol=1e-5, rtol=0)
     with pytest.raises(SystemExit):
-        train_small.main([*further, "--model", "mamba2" if model == "gpt2" else "gpt2"])
+        train_small.main([*second_run, "--model", "mamba2" if model == "gpt2" else "gpt2"])
     assert "is for a new model" in capsys.readouterr().err
 
 
@@ -149,12 +157,20 @@ def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsy
         assert (hub / name).read_bytes().startswith(b"\x89PNG") and name in section
     assert (tmp_path / "model-memberships/index.html").is_file()
 
-    further = [*command[:2], "--output_dir", str(tmp_path / "further"), "--size", "cpu", "--model_name_or_path", str(output)]
-    train_small_images.main([*further, "--learning_rate", "1e-9"])
+    second_run = [
+        *command[:2],
+        "--output_dir",
+        str(tmp_path / "further"),
+        "--size",
+        "cpu",
+        "--model_name_or_path",
+        str(output),
+    ]
+    train_small_images.main([*second_run, "--learning_rate", "1e-9"])
     weights, others = load_file(output / "model.safetensors"), load_file(tmp_path / "further/model.safetensors")
     for name in weights:
         if "running" not in name and "num_batches" not in name:
             torch.testing.assert_close(others[name], weights[name], atol=1e-5, rtol=0)
     with pytest.raises(SystemExit):
-        train_small_images.main([*further, "--trunk", "xca"])
+        train_small_images.main([*second_run, "--trunk", "xca"])
     assert "are for a new model" in capsys.readouterr().err
