@@ -38,6 +38,16 @@ def test_files_of_the_trained_models(folder):
     assert not list(folder.rglob("*.bin")) and not list(folder.rglob("*.pt"))
 
 
+def test_results_of_the_readme():
+    """Those in the table of the models are those of their evaluations, rounded."""
+    pattern = r"\| \[{}\].*\| ([\d.]+) (?:nats per token|% of [\d,]+ test \w+) \|"
+    metrics = {BOOKS: "Loss, nats per token (sweep, context 512, stride 256)", PHOTOS: "Accuracy (top-1)", REVIEWS: "Accuracy"}
+    for folder, metric in metrics.items():
+        [value] = re.findall(pattern.format(folder.name), (TRAINED / "README.md").read_text())
+        scale, resolution = (1, 0.01) if folder == BOOKS else (100, 0.1)
+        assert float(value) == pytest.approx(scale * read_evaluation(folder)[metric], abs=0.51 * resolution)
+
+
 def test_language_model_generates_and_has_the_recorded_loss():
     model, tokenizer = AutoModelForCausalLM.from_pretrained(BOOKS, dtype=torch.float32), AutoTokenizer.from_pretrained(BOOKS)
     prompt = "It was a dark night, and"
