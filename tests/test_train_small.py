@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -60,6 +61,20 @@ def check_published_files(output: Path, hub: Path) -> None:
     assert (hub / "model.safetensors").read_bytes() == (output / "model.safetensors").read_bytes()
 
 
+def check_training_further(script, command: list[str], new_model: list[str], capsys) -> None:
+    """A run from the weights of the run `command`, at a tiny rate, keeps them; it rejects the options of a new model."""
+    output = command[command.index("--output_dir") + 1]
+    arguments = [*command[:2], "--size", "cpu", "--model_name_or_path", output, "--output_dir", f"{output}-further"]
+    script.main([*arguments, "--learning_rate", "1e-9"])
+    weights, others = (load_file(f"{folder}/model.safetensors") for folder in (output, f"{output}-further"))
+    for name in weights:
+        if "running" not in name and "num_batches" not in name:  # BatchNorm's statistics
+            torch.testing.assert_close(others[name], weights[name], atol=1e-5, rtol=0)
+    with pytest.raises(SystemExit):
+        script.main([*arguments, *new_model])
+    assert re.search(f"{new_model[0]} .*(is|are) for a new model", capsys.readouterr().err)
+
+
 LOSS = "Loss, nats per token (sweep, context 128, stride 64)"
 
 
@@ -116,23 +131,8 @@ def test_training_a_language_model(tmp_path, monkeypatch, capsys, model):
         assert section in printed
         check_published_files(output, hub)
 
-    second_run = [
-        *command[:2],
-        "--output_dir",
-        str(tmp_path / "further"),
-        "--size",
-        "cpu",
-        "--model_name_or_path",
-        str(output),
-    ]
-    train_small.main([*second_run, "--learning_rate", "1e-9"])
-    assert (tmp_path / "further/tokenizer.json").read_bytes() == (output / "tokenizer.json").read_bytes()
-    weights, others = load_file(output / "model.safetensors"), load_file(tmp_path / "further/model.safetensors")
-    for name in weights:
-        torch.testing.assert_close(others[name], weights[name], atol=1e-5, rtol=0)
-    with pytest.raises(SystemExit):
-        train_small.main([*second_run, "--model", "mamba2" if model == "gpt2" else "gpt2"])
-    assert "is for a new model" in capsys.readouterr().err
+    check_training_further(train_small, command, ["--model", "mamba2" if model == "gpt2" else "gpt2"], capsys)
+    assert (tmp_path / "model-further/tokenizer.json").read_bytes() == (output / "tokenizer.json").read_bytes()
 
 
 def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsys):
@@ -157,20 +157,4 @@ def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsy
         assert (hub / name).read_bytes().startswith(b"\x89PNG") and name in section
     assert (tmp_path / "model-memberships/index.html").is_file()
 
-    second_run = [
-        *command[:2],
-        "--output_dir",
-        str(tmp_path / "further"),
-        "--size",
-        "cpu",
-        "--model_name_or_path",
-        str(output),
-    ]
-    train_small_images.main([*second_run, "--learning_rate", "1e-9"])
-    weights, others = load_file(output / "model.safetensors"), load_file(tmp_path / "further/model.safetensors")
-    for name in weights:
-        if "running" not in name and "num_batches" not in name:
-            torch.testing.assert_close(others[name], weights[name], atol=1e-5, rtol=0)
-    with pytest.raises(SystemExit):
-        train_small_images.main([*second_run, "--trunk", "xca"])
-    assert "are for a new model" in capsys.readouterr().err
+    check_training_further(train_small_images, command, ["--trunk", "xca"], capsys)
