@@ -2,14 +2,17 @@
 """Shared by the classification scripts: labels, the model's head, accuracy, and the table and figures of a card."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import transformers
 from datasets import ClassLabel, Dataset
 from matplotlib.figure import Figure
 from scripting import load_pretrained
 from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix
+from training_runs import CURVES
 from transformers import EvalPrediction, PreTrainedConfig, PreTrainedModel
 
 from tost_hf.files import staged_file
@@ -20,7 +23,7 @@ from tost_hf.training.metrics import Accuracy
 logger = logging.getLogger("scripting.classification")  # at the level of the scripts
 
 TITLE = "## Accuracy by class"
-CURVES, CONFUSION = "training_curves.png", "confusion_matrix.png"
+CONFUSION = "confusion_matrix.png"
 MAX_CLASSES = 30  # of a table and a confusion matrix that can be read
 LABEL_COLUMNS = ("label", "labels", "fine_label")  # usual names, of columns that are no `ClassLabel`
 
@@ -142,31 +145,62 @@ def select_samples(splits: dict[str, Dataset], limits: dict[str, int | None], re
 
 
 def load_classifier(auto_class, model_args, config: PreTrainedConfig, names: list[str]) -> PreTrainedModel:
-    """The model to fine-tune, with a new head if its labels are not `names`, or a new model."""
+    """The model to fine-tune, with a new head if its labels are not `names`, or a new model.
+
+    Raises:
+        ValueError: there is one label only, or the model's head is unknown.
+    """
     old_names = label_names(config)
+    if len(names) < 2:
+        raise ValueError(f"All examples are of one class, {names[0]!r}; a classifier needs two at least.")
     config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
     if model_args.model_name_or_path is None or old_names != names:
         model = auto_class.from_config(config, **model_args.new_model_options)
     if model_args.model_name_or_path is None:
-        logger.info(f"A new model of {model.num_parameters():,} parameters")
         return model
-    pretrained = load_pretrained(
-        auto_class,
-        model_args.model_name_or_path,
-        config=config,
-        ignore_mismatched_sizes=True,  # of the head
-        **model_args.pretrained_options,
-    )
+    with _hide_loading_report():
+        pretrained, info = load_pretrained(
+            auto_class,
+            model_args.model_name_or_path,
+            config=config,
+            ignore_mismatched_sizes=True,  # of the head
+            output_loading_info=True,
+            **model_args.pretrained_options,
+        )
+    head = next((name for name in ("classifier", "score") if hasattr(pretrained, name)), None)
+    new_names = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
+    if trunk_names := sorted(name for name in new_names if head is None or not name.startswith(f"{head}.")):
+        logger.warning(
+            f"{model_args.model_name_or_path} lacks {', '.join(trunk_names[:5])}, {len(trunk_names)} in all, or has them in "
+            "another shape: they start from random values."
+        )
     if old_names != names:
-        head = next((name for name in ("classifier", "score") if hasattr(pretrained, name)), None)
         if head is None:
             raise ValueError(f"{type(pretrained).__name__} has no `classifier` that could be replaced for the new labels.")
-        logger.warning(
-            f"The model knows {len(old_names)} labels ({', '.join(old_names[:3])}, ...), the data has {len(names)} "
-            f"({', '.join(names[:3])}, ...): its {head} is replaced by a new one."
+        logger.info(
+            f"The model's labels are {_list(old_names)}, the data's {_list(names)}: its {head} is replaced by a new one."
         )
         setattr(pretrained, head, getattr(model, head))  # the pretrained one is loaded if its size is the same
     return pretrained
+
+
+@contextmanager
+def _hide_loading_report() -> Iterator[None]:
+    """Without transformers' table of new weights: that of the head is no news for new labels, others are warned of."""
+    loading_logger = transformers.utils.logging.get_logger("transformers.modeling_utils")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    loading_logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        loading_logger.removeFilter(is_other)
+
+
+def _list(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}, ... ({len(names)})" if len(names) > 3 else ", ".join(names)
 
 
 # Results -------------------------------------------------------------------------------------------------------------
@@ -179,27 +213,6 @@ def preprocess_logits_for_metrics(logits, labels):
 
 def compute_metrics(eval_prediction: EvalPrediction) -> dict[str, float]:
     return Accuracy().compute(predictions=eval_prediction.predictions, references=eval_prediction.label_ids)
-
-
-def plot_curves(log_history: list[dict], file: Path) -> None:
-    """Plots the training loss, and loss and accuracy on held-out examples, over the steps.
-
-    Args:
-        log_history: of a `TrainerState`.
-        file: the PNG file to write.
-    """
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    losses, accuracy = figure.subplots(1, 2)
-    curves = ((losses, "loss", "training"), (losses, "eval_loss", "held out"), (accuracy, "eval_accuracy", "held out"))
-    for axis, name, label in curves:
-        points = [(entry["step"], float(entry[name])) for entry in log_history if name in entry]
-        if points:
-            axis.plot(*zip(*points), marker="o", markersize=3, label=label)
-        axis.set(xlabel="step", ylabel="loss, nats" if axis is losses else "accuracy")
-        axis.grid(alpha=0.3)
-    losses.legend()
-    with staged_file(file) as staged:
-        figure.savefig(staged, format="png", dpi=80)
 
 
 def plot_confusion(matrix: np.ndarray, names: list[str], folder: str) -> None:

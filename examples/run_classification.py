@@ -25,7 +25,6 @@ from pathlib import Path
 import scripting
 import torch
 from classification import (
-    CURVES,
     class_names,
     class_section,
     compute_metrics,
@@ -34,7 +33,6 @@ from classification import (
     label_candidates,
     label_names,
     load_classifier,
-    plot_curves,
     preprocess_logits_for_metrics,
     select_samples,
 )
@@ -43,6 +41,7 @@ from evaluation import Measurement, Source, make_results, write_results
 from huggingface_hub import ModelCard
 from scripting import (
     LOADERS,
+    check_actions,
     check_limits,
     file_extension,
     load_pretrained,
@@ -50,14 +49,13 @@ from scripting import (
     parse_args,
     read_dataset,
     recorded_command,
-    report,
     run,
     save_with_section,
     set_up_logging,
-    train_and_report,
 )
 from texts import train_bpe
 from tokenizers import processors
+from training_runs import report_final_metrics, train_and_report
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForSequenceClassification,
@@ -322,8 +320,6 @@ def report_results(trainer: ClassificationTrainer, examples: Dataset, split: str
     source = Source(examples, title, data_args.dataset_config_name, split)
     results = make_results("text-classification", title, source, measurements, recorded_command(sys.argv), trainer.args.seed)
     write_results(Path(folder, EVALUATION), results)
-    if any("loss" in entry for entry in trainer.state.log_history):
-        plot_curves(trainer.state.log_history, Path(folder, CURVES))
     trainer.section = class_section(labels, predictions, names, folder)
 
 
@@ -332,6 +328,7 @@ def main(args: list[str] | None = None) -> None:
     model_args, data_args, training_args = parse_args(
         args, ModelArguments, DataTrainingArguments, ClassificationTrainingArguments, description=__doc__
     )
+    check_actions(training_args, "do_train", "do_eval", "do_predict")
     set_up_logging(training_args, logger)
     set_seed(training_args.seed)
 
@@ -366,12 +363,12 @@ def main(args: list[str] | None = None) -> None:
     def report_final_split() -> None:
         if training_args.do_predict:
             metrics = trainer.predict(examples["test"], metric_key_prefix="predict").metrics
-            report(trainer, "predict", metrics, len(examples["test"]))
+            report_final_metrics(trainer, "predict", metrics, len(examples["test"]))
         if training_args.do_predict or training_args.do_eval:
             split = "test" if training_args.do_predict else "validation"
             report_results(trainer, examples[split], split, data_args)
 
-    train_and_report(trainer, model_args, data_args, "text-classification", samples, before_card=report_final_split)
+    train_and_report(trainer, model_args, data_args, "text-classification", "texts", samples, report_final_split)
 
 
 if __name__ == "__main__":

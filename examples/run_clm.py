@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import scripting
 from datasets import Dataset
-from scripting import load_pretrained, override_config, parse_args, run, set_up_logging, train_and_report
+from scripting import check_actions, load_pretrained, override_config, parse_args, run, set_up_logging
 from texts import DataTrainingArguments, load_blocks
+from training_runs import train_and_report
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -78,7 +79,6 @@ def load_model(model_args: ModelArguments, config: PreTrainedConfig, tokenizer: 
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, key, getattr(tokenizer, key))
         model = AutoModelForCausalLM.from_config(config, **model_args.new_model_options)
-        logger.info(f"A new model of {model.num_parameters():,} parameters")
         return model
     model = load_pretrained(
         AutoModelForCausalLM, model_args.model_name_or_path, config=config, **model_args.pretrained_options
@@ -122,6 +122,7 @@ def main(args: list[str] | None = None) -> None:
     )
     if data_args.streaming and training_args.do_train and training_args.max_steps < 0:
         raise ValueError("The length of a stream's epoch is unknown: give --max_steps with --streaming.")
+    check_actions(training_args, "do_train", "do_eval")
     set_up_logging(training_args, logger)
     set_seed(training_args.seed)
 
@@ -147,7 +148,7 @@ def main(args: list[str] | None = None) -> None:
     limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
     counts = {name: len(dataset) if isinstance(dataset, Dataset) else limits[name] for name, dataset in blocks.items()}
     samples = {"train": counts.get("train"), "eval": counts.get("validation")}
-    train_and_report(trainer, model_args, data_args, "text-generation", samples)
+    train_and_report(trainer, model_args, data_args, "text-generation", f"blocks of {block_size} tokens", samples)
 
 
 if __name__ == "__main__":

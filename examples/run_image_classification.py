@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import datasets
 import scripting
@@ -33,6 +34,7 @@ from classification import (
 from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image, ImageOps
 from scripting import (
+    check_actions,
     check_limits,
     load_pretrained,
     override_config,
@@ -40,8 +42,8 @@ from scripting import (
     read_dataset,
     run,
     set_up_logging,
-    train_and_report,
 )
+from training_runs import train_and_report
 from transformers import (
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     AutoModelForImageClassification,
@@ -135,6 +137,7 @@ def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, se
             ("validation", data_args.validation_dir, data_args.validation_file),
         ):
             if folder is not None:
+                check_class_folders(folder)
                 files = os.path.join(folder, "**")
                 all_splits[split] = read_dataset("imagefolder", data_files=files, split="train", drop_labels=False, **options)
             elif file is not None:
@@ -149,6 +152,18 @@ def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, se
         parts = splits["train"].train_test_split(data_args.train_val_split, seed=seed)
         splits = {"train": parts["train"], "validation": parts["test"]}
     return splits
+
+
+def check_class_folders(folder: str) -> None:
+    """Raises a ValueError for images that are in no class's folder, FileNotFoundError if there is no such folder."""
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"The folder of images {folder!r} does not exist.")
+    extensions = Image.registered_extensions()
+    if loose := sorted(path.name for path in Path(folder).iterdir() if path.suffix.lower() in extensions):
+        example = Path(folder, "cat", loose[0])
+        raise ValueError(
+            f"{folder!r} must have a folder of images for each class; move {loose[0]!r} to {example}, for example."
+        )
 
 
 def choose_columns(split: str, dataset: Dataset, data_args: DataTrainingArguments) -> Dataset:
@@ -298,6 +313,7 @@ def main(args: list[str] | None = None) -> None:
     model_args, data_args, training_args = parse_args(
         args, ModelArguments, DataTrainingArguments, ToSTVisionTrainingArguments, description=__doc__
     )
+    check_actions(training_args, "do_train", "do_eval")
     set_up_logging(training_args, logger)
     set_seed(training_args.seed)
 
@@ -331,7 +347,7 @@ def main(args: list[str] | None = None) -> None:
         **load_teacher(model_args),
     )
     samples = {"train": len(splits.get("train", ())), "eval": len(splits.get("validation", ()))}
-    train_and_report(trainer, model_args, data_args, "image-classification", samples)
+    train_and_report(trainer, model_args, data_args, "image-classification", "images", samples)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ import os
 import re
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import datasets
+import library_warnings  # noqa: F401
 import torch
 import transformers
 import yaml
@@ -27,20 +27,16 @@ from transformers import (
     AutoConfig,
     HfArgumentParser,
     PreTrainedConfig,
-    PreTrainedModel,
-    Trainer,
-    TrainerState,
     TrainingArguments,
 )
 from transformers.hf_argparser import HfArg
 
 from tost_hf import ToSTConfig, ToSTVisionConfig
-from tost_hf.files import RUN_ARGUMENTS, TRAINER_STATE, staged_file
 from tost_hf.hub.cards import save_card
 from tost_hf.hub.contents import HUB_TOKEN
+from tost_hf.hub.loading import check_model_exists
 from tost_hf.model.configuration_tost import PRESETS
 from tost_hf.model.configuration_tost_vision import VISION_PRESETS
-from tost_hf.training.checkpoints import choose_checkpoint
 
 
 logger = logging.getLogger("scripting")
@@ -130,6 +126,21 @@ class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises an error instead of printing hundreds of options."""
         raise ValueError(f"{message}; --help lists the arguments.")
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Replaces two defaults of Trainer: 50 logged losses; with --do_eval, evaluation at first and each epoch."""
+        defaults = {action.dest: action.default for action in self._actions}
+        if "logging_steps" in defaults:
+            self.set_defaults(logging_steps=0.02)
+        chooses_evaluation = defaults.get("eval_strategy") == "no"
+        if chooses_evaluation:
+            self.set_defaults(eval_strategy=None)
+        namespace, unknown_args = super().parse_known_args(args, namespace)
+        if chooses_evaluation and namespace.eval_strategy is None:
+            evaluates = namespace.do_train and namespace.do_eval
+            namespace.eval_strategy = "epoch" if evaluates else "no"
+            namespace.eval_on_start = namespace.eval_on_start or evaluates
+        return namespace, unknown_args
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -224,8 +235,10 @@ def load_pretrained(auto_class, name: str, **options):
     """`auto_class.from_pretrained`.
 
     Raises:
+        OSError: there is no such folder or repository, or the Hub cannot be reached.
         ValueError: it cannot be loaded; the message says why.
     """
+    check_model_exists(name, options.get("revision"), options.get("token"))
     try:
         return auto_class.from_pretrained(name, **options)
     except Exception as error:  # the ways of loading raise many types
@@ -259,6 +272,12 @@ def read_dataset(path: str, config_name: str | None = None, **options):
         raise ValueError(f"The data of {names} cannot be read: {reason}") from error
 
 
+def check_actions(training_args: TrainingArguments, *names: str) -> None:
+    """Raises a ValueError if none of these arguments is set, such as "do_train"."""
+    if not any(getattr(training_args, name) for name in names):
+        raise ValueError(f"There is nothing to do: give {', '.join(f'--{name}' for name in names)}, or some of them.")
+
+
 def check_limits(data_args) -> None:
     """Raises a ValueError if a maximum number of samples is not positive."""
     for name in ("max_train_samples", "max_eval_samples", "max_predict_samples"):
@@ -279,20 +298,27 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
 
 
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """Only warnings and errors name their level."""
+        message = super().format(record)
+        return message if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {message}"
+
+
 def set_up_logging(training_args: TrainingArguments, script_logger: logging.Logger) -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
-    if training_args.should_log:  # the main process logs more than the others
-        transformers.utils.logging.set_verbosity_info()
+    """Shows the scripts' own messages on the main process, and those of the libraries as --log_level says."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(_Formatter())
+    logging.basicConfig(handlers=[handler])
     level = training_args.get_process_log_level()
+    is_default = training_args.log_level == "passive" and level == logging.WARNING
     for each_logger in (logger, script_logger):
-        each_logger.setLevel(level)
+        each_logger.setLevel(logging.INFO if is_default and training_args.should_log else level)
+    if is_default:
+        transformers.utils.logging.disable_progress_bar()  # of loading and saving; not that of training
     datasets.utils.logging.set_verbosity(level)
     datasets.utils.logging.disable_propagation()  # or the root logger prints its records a second time
     transformers.utils.logging.set_verbosity(level)
-    script_logger.warning(
-        f"process {training_args.process_index} of {training_args.world_size}, device {training_args.device}, "
-        f"mixed precision {training_args.mixed_precision}"  # from the arguments or Accelerate's configuration file
-    )
     if training_args.mixed_precision == "bf16" and training_args.device.type == "cpu" and not has_bf16_instructions():
         script_logger.warning("This processor has no bfloat16 instructions: bf16 is many times slower on it than float32.")
 
@@ -303,99 +329,11 @@ def has_bf16_instructions() -> bool:
     return any(capabilities.get(name) for name in BF16_INSTRUCTIONS)
 
 
-def train_and_report(
-    trainer: Trainer, model_args, data_args, task: str, samples: dict[str, int | None], before_card: Callable = lambda: None
-) -> None:
-    """Trains and evaluates as requested by the arguments, writes results and a model card, and pushes if requested.
-
-    Args:
-        trainer: with its datasets.
-        model_args, data_args: described in the card.
-        task: its name on the Hub.
-        samples: number of examples of "train" and "eval", None if unknown.
-        before_card: called after training and evaluation, before the card is written.
-    """
-    args = trainer.args
-    record_run(trainer, model_args, data_args)
-    if args.do_train:
-        if trainer.model.dtype in (torch.float16, torch.bfloat16):
-            logger.warning(
-                f"The weights are {trainer.model.dtype}, in which small updates are lost: train them with --dtype float32."
-            )
-        checkpoint = choose_checkpoint(trainer, args.resume_from_checkpoint)
-        if checkpoint is not None:
-            logger.warning(
-                f"Resuming from {checkpoint}; to start afresh, use another --output_dir or --resume_from_checkpoint false."
-            )
-        start_step = 0 if checkpoint is None else TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE))).global_step
-        result = trainer.train(resume_from_checkpoint=checkpoint)
-        trainer.save_model()  # and the tokenizer or image processor
-        if model_args.save_dtype is not None and trainer.is_world_process_zero():
-            store_in_dtype(trainer.model, args.output_dir, model_args.save_dtype)
-        if result.global_step > start_step:
-            report(trainer, "train", result.metrics, samples["train"])
-        else:
-            logger.warning(f"The run ended at step {start_step}: there was nothing left to train.")
-        if result.global_step > start_step or not Path(args.output_dir, TRAINER_STATE).is_file():
-            trainer.save_state()
-    if args.do_eval:
-        metrics = trainer.evaluate()
-        if "eval_perplexity" in metrics:
-            metrics["perplexity"] = metrics["eval_perplexity"]
-        report(trainer, "eval", metrics, samples["eval"])
-    before_card()
-
-    card_options = {"finetuned_from": model_args.model_name_or_path, "tasks": task}
-    if data_args.dataset_name is not None:
-        card_options["dataset_tags"] = data_args.dataset_name
-        card_options["dataset_args"] = data_args.dataset_config_name
-        card_options["dataset"] = " ".join(filter(None, (data_args.dataset_name, data_args.dataset_config_name)))
-    if args.push_to_hub:
-        trainer.push_to_hub(**card_options)
-    else:
-        trainer.create_model_card(**card_options)
-
-
-def store_in_dtype(model: PreTrainedModel, folder: str, dtype: str) -> None:
-    """Stores a saved model's weights in another dtype, to which `model` gets rounded."""
-    stored = type(model).from_pretrained(folder, dtype=dtype)  # keeps float32 where the model needs it
-    with tempfile.TemporaryDirectory(dir=folder) as staging:
-        stored.save_pretrained(staging)
-        for file in Path(staging).iterdir():
-            os.replace(file, Path(folder, file.name))
-    model.load_state_dict(stored.state_dict())
-
-
-def record_run(trainer: Trainer, model_args, data_args) -> None:
-    """Writes the run's command, dataset and initial model to the output folder, for the card."""
-    file = Path(trainer.args.output_dir, RUN_ARGUMENTS)
-    if not trainer.is_world_process_zero() or (file.exists() and not trainer.args.do_train):
-        return
-    run_arguments = {
-        "command": recorded_command(sys.argv),
-        "dataset_name": data_args.dataset_name,
-        "dataset_config_name": data_args.dataset_config_name,
-        "model_name_or_path": model_args.model_name_or_path,
-    }
-    with staged_file(file) as staged:
-        staged.write_text(
-            json.dumps({name: value for name, value in run_arguments.items() if value}, indent=2) + "\n", encoding="utf-8"
-        )
-
-
 def recorded_command(argv: list[str]) -> str:
     """The command line that repeats a run, without the Hub token, because records are published."""
     script, examples_folder = Path(argv[0]).resolve(), Path(__file__).resolve().parent
     name = script.relative_to(examples_folder).as_posix() if script.is_relative_to(examples_folder) else script.name
     return HUB_TOKEN.sub("HF_TOKEN", shlex.join(["python", f"examples/{name}", *argv[1:]]))
-
-
-def report(trainer: Trainer, split: str, metrics: dict[str, float], samples: int | None) -> None:
-    """Prints metrics and writes them to the output folder."""
-    if samples is not None:
-        metrics[f"{split}_samples"] = samples
-    trainer.log_metrics(split, metrics)
-    trainer.save_metrics(split, metrics)
 
 
 def save_with_section(card: ModelCard, section: str, file: Path) -> None:

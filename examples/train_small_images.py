@@ -24,15 +24,15 @@ from pathlib import Path
 
 import run_image_classification as script
 import torch
-from classification import CURVES, class_section, plot_curves
+from classification import class_section
 from evaluate_image_classification import predict
 from evaluation import Measurement, Source, make_results, print_results, write_results
 from scripting import recorded_command
 from sklearn.metrics import accuracy_score
 from train_small import choose_size, command_line, copy_published_files, finish_card, make_parser
-from transformers import AutoConfig, AutoModelForImageClassification, TrainerState, ViTImageProcessorPil
+from transformers import AutoConfig, AutoModelForImageClassification, ViTImageProcessorPil
 
-from tost_hf.files import EVALUATION, TRAINER_STATE
+from tost_hf.files import EVALUATION
 from tost_hf.interpret import inspect_path
 from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
 
@@ -152,8 +152,6 @@ def main(arguments: list[str] | None = None) -> None:
     data_args = script.DataTrainingArguments(dataset_name=args.images, train_val_split=HELD_OUT_FRACTION)
     splits = script.load_images(script.ModelArguments(), data_args, args.seed)
     labels, predictions = evaluate(args.images, args.output_dir, splits)
-    history = TrainerState.load_from_json(str(Path(args.output_dir, TRAINER_STATE))).log_history
-    plot_curves(history, Path(args.output_dir, CURVES))
     section = class_section(labels, predictions, splits["validation"].features["label"].names, args.output_dir)
     finish_card(args.output_dir, section)
     copy_published_files(args.output_dir, args.hub_dir)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import sys
 from itertools import chain
 
@@ -32,10 +31,8 @@ def test_accelerate_launch_with_one_and_two_processes(tmp_path, clm_args):
     common = {"max_steps": 20, "use_cpu": None, "do_eval": True, "eval_on_start": True, "max_eval_samples": 24}
     one = clm_args(**common, per_device_train_batch_size=8, output_dir=tmp_path / "one", report_to="tensorboard")
     two = clm_args(**common, per_device_train_batch_size=4, output_dir=tmp_path / "two")
-    stdout = launch(RUN_CLM, tmp_path, one, processes=1)
-    assert re.findall(r"process \d of \d", stdout) == ["process 0 of 1"]
-    stdout = launch(RUN_CLM, tmp_path, two, processes=2)
-    assert sorted(re.findall(r"process \d of \d", stdout)) == ["process 0 of 2", "process 1 of 2"]
+    assert "float32, on cpu" in launch(RUN_CLM, tmp_path, one, processes=1)
+    assert launch(RUN_CLM, tmp_path, two, processes=2).count("float32, on 2 processes, cpu") == 1
 
     one_losses, two_losses = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert len(one_losses) == 20 and one_losses[-1] < one_losses[0] - 1

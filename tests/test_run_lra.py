@@ -134,7 +134,7 @@ def test_training_on_the_tasks(tmp_path, lra_args, task, attention):
     assert {"eval_accuracy", "test_accuracy", "train_loss"} <= set(metrics) and metrics["test_samples"] == 4
     (result,) = json.loads((out / "evaluation.json").read_text())["results"]
     assert result["metric_value"] == metrics["test_accuracy"] and result["dataset_name"] == task
-    assert (out / "training_curves.png").stat().st_size > 1000 and (out / "README.md").is_file()
+    assert (out / "curves.png").stat().st_size > 1000 and (out / "README.md").is_file()
     assert "python examples/" in json.loads((out / "run_arguments.json").read_text())["command"]
     if attention == "tost":
         model = AutoModelForSequenceClassification.from_pretrained(out)

@@ -22,6 +22,7 @@ import classification
 import run_clm
 import train_small
 import train_small_images
+import training_runs
 from scripting import override_config
 
 from tost_hf import ToSTForImageClassification, ToSTVisionConfig
@@ -153,7 +154,7 @@ def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsy
     assert results["Baseline: accuracy of the most frequent class"] == pytest.approx(1 / 3)
     accuracies = [float(line.split("|")[3].strip(" %")) for line in section.splitlines() if "| 10 |" in line]
     assert results["Accuracy (top-1)"] == pytest.approx(sum(accuracies) / 300)
-    for name in (classification.CURVES, classification.CONFUSION):
+    for name in (training_runs.CURVES, classification.CONFUSION):
         assert (hub / name).read_bytes().startswith(b"\x89PNG") and name in section
     assert (tmp_path / "model-memberships/index.html").is_file()
 

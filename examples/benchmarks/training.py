@@ -156,7 +156,6 @@ def train(
             disable_tqdm=True,
             **({"logging_steps": max(1, steps // 50)} | options),
         )
-        transformers.utils.logging.set_verbosity_error()
         trainer = ToSTTrainer(model, arguments, train_dataset=data, callbacks=list(callbacks), **trainer_options)
         trainer.pop_callback(transformers.PrinterCallback)
         trainer.train()

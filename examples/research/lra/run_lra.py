@@ -8,7 +8,7 @@
         --do_train --output_dir my-text
 
 Arguments after the file take precedence; all other arguments are those of Trainer. Start it with `accelerate launch` to use
-several devices. The training curves are plotted at every evaluation (training_curves.png). If a run is interrupted, the same
+several devices. The training curves are plotted at every evaluation (curves.png). If a run is interrupted, the same
 command resumes it.
 """
 
@@ -18,13 +18,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import Trainer, TrainerCallback, set_seed
+from transformers import Trainer, set_seed
 from transformers.hf_argparser import HfArg
 
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from classification import CURVES, compute_metrics, plot_curves, preprocess_logits_for_metrics
+from classification import compute_metrics, preprocess_logits_for_metrics
 from evaluation import Measurement, Source, make_results, write_results
 from lra_models import ATTENTION, LRAConfig, make_config, make_model
 from lra_tasks import TASKS, Examples, collate, load_splits
@@ -33,11 +33,10 @@ from scripting import (
     override_config,
     parse_args,
     recorded_command,
-    report,
     run,
     set_up_logging,
-    train_and_report,
 )
+from training_runs import report_final_metrics, train_and_report
 
 from tost_hf import ToSTTrainer, ToSTTrainingArguments
 from tost_hf.files import EVALUATION
@@ -107,14 +106,6 @@ class LRATrainer(ToSTTrainer):
             super().create_model_card(*args, **kwargs)
 
 
-class PlotCurves(TrainerCallback):
-    """Plots the losses and accuracies at every evaluation."""
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            plot_curves(state.log_history, Path(args.output_dir, CURVES))
-
-
 def load_examples(data_args: DataArguments, name: str, length: int, classes: int) -> dict[str, Examples]:
     """The examples of each split, limited to the requested numbers."""
     task = TASKS[name]
@@ -131,7 +122,7 @@ def load_examples(data_args: DataArguments, name: str, length: int, classes: int
 def evaluate_test_split(trainer: Trainer, examples: Examples, args: LRATrainingArguments, data_args: DataArguments) -> None:
     """Evaluates on the test data; writes the accuracy to the log, the results and the card."""
     metrics = trainer.evaluate(examples, metric_key_prefix="test")
-    report(trainer, "test", metrics, len(examples))
+    report_final_metrics(trainer, "test", metrics, len(examples))
     if not trainer.is_world_process_zero():
         return
     folder = Path(data_args.dataset_name)
@@ -167,7 +158,6 @@ def main(args: list[str] | None = None) -> None:
     if training_args.push_to_hub and isinstance(config, LRAConfig):
         raise ValueError("--push_to_hub is for ToST alone: only the code of this folder could load the other models.")
     model = make_model(config)
-    logger.info(f"A new model of {model.num_parameters():,} parameters")
     with training_args.main_process_first(desc="preparing the data"):
         examples = load_examples(data_args, training_args.task, length, config.num_labels)
 
@@ -179,7 +169,6 @@ def main(args: list[str] | None = None) -> None:
         data_collator=collate,
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        callbacks=[PlotCurves()],
     )
     samples = {"train": len(examples["train"]), "eval": len(examples["validation"])}
     train_and_report(
@@ -187,6 +176,7 @@ def main(args: list[str] | None = None) -> None:
         model_args,
         data_args,
         "text-classification",
+        "texts",
         samples,
         before_card=lambda: evaluate_test_split(trainer, examples["test"], training_args, data_args),
     )

@@ -81,9 +81,9 @@ def save_onnx(program: ModelProgram, path: Path, dtype: str) -> None:
     """Writes the program, and its weights to a file `*.data` beside it if one file would be too large."""
     from onnxscript.optimizer import fold_constants
 
-    # to core ATen operators, replacing aten.cummax, which ONNX does not have
-    traced = _trace(program).run_decompositions({torch.ops.aten.cummax.default: _cummax})
     with _silence():
+        # to core ATen operators, replacing aten.cummax, which ONNX does not have
+        traced = _trace(program).run_decompositions({torch.ops.aten.cummax.default: _cummax})
         exported = torch.onnx.export(
             traced,
             dynamo=True,

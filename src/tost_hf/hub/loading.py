@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from huggingface_hub import HfApi, ModelInfo, snapshot_download
-from huggingface_hub.errors import HTTPError
+from huggingface_hub import HfApi, ModelInfo, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from transformers import (
     AutoImageProcessor,
     AutoTokenizer,
@@ -21,6 +21,8 @@ from transformers import (
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from ..files import open_safetensors
+from ..model.configuration_tost import LRA_PRESETS, PRESETS
+from ..model.configuration_tost_vision import VISION_PRESETS
 from .checks import model_class
 from .contents import TOKENIZER_FILES, linked_folder, weights_files
 from .records import IMAGE_PROCESSOR_FILES
@@ -42,6 +44,45 @@ def translate_hub_errors() -> Iterator[None]:
         raise OSError(f"The Hub could not be reached, or closed the connection ({error!r}); run the command again.") from error
 
 
+def check_model_exists(source: str | os.PathLike, revision: str | None = None, token: str | None = None) -> None:
+    """Checks that `source` is a folder, or a model repository that is in the cache or on the Hub.
+
+    Raises:
+        OSError: it is neither, or the Hub cannot be reached.
+    """
+    name = os.fspath(source)
+    if not os.path.isdir(name):
+        _check_repository_name(name)
+        if try_to_load_from_cache(name, CONFIG_NAME, revision=revision) is None:
+            _fetch_model_info(name, revision, token)
+
+
+def _check_repository_name(name: str) -> None:
+    """Raises a FileNotFoundError for what is meant to be a folder, or a preset."""
+    if "/" not in name and name.startswith("tost-"):  # the Hub has no such repository
+        presets = [*PRESETS, *LRA_PRESETS, *VISION_PRESETS]
+        if name in presets:
+            advice = f"`tost-hf init {name} {name}` writes one with random weights"
+        else:
+            advice = f"The presets, of which `tost-hf init` makes one, are {', '.join(presets)}"
+        raise FileNotFoundError(f"There is no model folder {name!r}. {advice}.")
+    is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1 or os.path.exists(name)
+    if is_path or os.path.isdir(os.path.dirname(name)):
+        raise FileNotFoundError(f"There is no model folder {name!r}.")
+
+
+def _fetch_model_info(name: str, revision: str | None, token: str | None, **options) -> ModelInfo:
+    """`HfApi.model_info`, with an OSError that says what `name` is not."""
+    try:
+        return HfApi(token=token).model_info(name, revision=revision, **options)
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(f"{name!r} is neither a folder nor a repository of the Hub that you may read.") from error
+    except HfHubHTTPError:  # of a revision that does not exist, for example
+        raise
+    except (HTTPError, OfflineModeIsEnabled) as error:
+        raise OSError(f"There is no folder {name!r}, and the Hub cannot be asked for a repository ({error!r}).") from error
+
+
 @translate_hub_errors()
 def download(
     repo_id: str, revision: str | None = None, token: str | None = None, patterns: list[str] | None = None
@@ -51,7 +92,8 @@ def download(
     Returns:
         The cache folder, and the Hub's model info.
     """
-    info = HfApi(token=token).model_info(repo_id, revision=revision, files_metadata=True)
+    _check_repository_name(repo_id)
+    info = _fetch_model_info(repo_id, revision, token, files_metadata=True)
     ignored = "*/*" if patterns else None
     folder = snapshot_download(repo_id, revision=info.sha, token=token, allow_patterns=patterns, ignore_patterns=ignored)
     return Path(folder), info
@@ -63,11 +105,7 @@ def resolve_model_folder(source: str | os.PathLike, revision: str | None = None)
     Raises:
         OSError: there is no such folder or repository, or the Hub cannot be reached.
     """
-    if os.path.isdir(source):
-        return Path(source)
-    if os.path.isabs(source) or os.fspath(source).startswith(".") or os.path.exists(source):
-        raise FileNotFoundError(f"There is no model folder {os.fspath(source)!r}.")
-    return download(os.fspath(source), revision)[0]
+    return Path(source) if os.path.isdir(source) else download(os.fspath(source), revision)[0]
 
 
 def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:

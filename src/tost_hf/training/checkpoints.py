@@ -231,6 +231,9 @@ class CheckpointTrainer(Trainer):
         names = [name for name in load_result.missing_keys if name in parameters and id(parameters[name]) not in ids]
         if names:
             raise RuntimeError(f"The checkpoint is of another model: {', '.join(names)} missing")
+        load_result.missing_keys[:] = [
+            name for name in load_result.missing_keys if name not in parameters
+        ]  # tied ones are loaded
         super()._issue_warnings_after_load(load_result)
 
     def _run_epoch(self, *args, **kwargs) -> None:

@@ -73,7 +73,14 @@ class BaseTrainingArguments(TrainingArguments):
             if self.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
                 # its configuration is built from the arguments; otherwise ToSTTrainer sets it, which knows the parallelism
                 self.set_gradient_accumulation(int(os.environ.get("WORLD_SIZE", 1)))
+        if hasattr(self, "activation_checkpointing"):  # the new name, which the lowest supported transformers does not know
+            for suffix in ("", "_kwargs"):
+                old, new = f"gradient_checkpointing{suffix}", f"activation_checkpointing{suffix}"
+                if getattr(self, new) is None:
+                    setattr(self, new, getattr(self, old))
         super().__post_init__()
+        if not torch.accelerator.is_available():  # PyTorch warns of pinned memory on a CPU
+            self.dataloader_pin_memory = False
 
     def set_gradient_accumulation(self, num_devices: int) -> None:
         """Sets `gradient_accumulation_steps` so that a step has `total_batch_size` examples.
@@ -233,6 +240,11 @@ class ToSTTrainer(StreamingTrainer, PublishingTrainer, ParallelTrainer):
                 "FSDP was requested, but Accelerate shards no model on CPUs: each process would store all of it. Train on "
                 "devices that Accelerate supports, or without FSDP."
             )
+
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        """`Trainer.evaluate`, after which training has the random numbers that it would have without."""
+        with torch.random.fork_rng(devices=[]):  # a DataLoader draws its seed on the CPU
+            return super().evaluate(*args, **kwargs)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters with weight decay, from which `Trainer.create_optimizer` builds its two groups."""
