@@ -271,5 +271,5 @@ def test_observations_run(tmp_path, images, capsys):
     for (task, model, seed, metric), value in values.items():
         if metric.startswith("coding rate"):
             assert value <= values[task, model, seed, metric.replace("coding rate", "variational")] + 1e-6
-    assert values["text", "untrained", "0", "distance from uniform, position 0 on, layer 1"] == pytest.approx(0, abs=1e-6)
+    assert values["text", "untrained", "0", "distance from uniform, position 0 on, layer 0"] == pytest.approx(0, abs=1e-6)
     assert "| images | trained | mutual information, another image's, layer 2 |" in capsys.readouterr().out

@@ -88,4 +88,4 @@ def test_tightness_runs(tmp_path, images):
     assert all(float(x["value"]) >= 1 - 1e-9 for x in records)  # ratio of the upper bound to the coding rate
     values = {(x["task"], x["seed"], x["metric"]): x["value"] for x in records}
     assert len(values) == len(records)
-    assert values["text", "0", "step 0, unit tokens, layer 1"] != values["text", "0", "step 2, unit tokens, layer 1"]
+    assert values["text", "0", "step 0, unit tokens, layer 0"] != values["text", "0", "step 2, unit tokens, layer 0"]

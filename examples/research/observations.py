@@ -42,13 +42,13 @@ LAYERS, TEXT_BATCH, TEXT_LEARNING_RATE = 4, 8, 1e-2
 
 
 def compression_by_layer(trace: ModelTrace) -> dict[str, float]:
-    """Means over images or sequences; layers count from 1."""
+    """Means over images or sequences."""
     metrics = {}
     for normalization in NORMALIZATIONS:
         terms = compression_terms(trace, normalization)
         for name, values in (("variational", terms.variational), ("coding rate", terms.coding_rate)):
             means = values.mean(0).tolist()
-            metrics |= {f"{name}, unit {normalization}, layer {i}": x for i, x in enumerate(means, 1)}
+            metrics |= {f"{name}, unit {normalization}, layer {i}": x for i, x in enumerate(means)}
     return metrics
 
 
@@ -56,7 +56,7 @@ def mutual_information(model: PreTrainedModel, pixels: torch.Tensor, kind: str) 
     """Means over images of a `kind`."""
     metrics, names = {}, {"score": "own", "other_image": f"another {kind}'s"}
     for name, values in membership_clusters_score(model, pixels)._asdict().items():
-        layers = enumerate(values.mean(0).tolist(), 1)
+        layers = enumerate(values.mean(0).tolist())
         metrics |= {f"mutual information, {names.get(name, name)}, layer {i}": x for i, x in layers}
     return metrics
 
@@ -68,7 +68,7 @@ def measure(model: PreTrainedModel, **inputs) -> dict[str, float]:
         return metrics | mutual_information(model, inputs["pixel_values"], "image")
     starts, entropy = entropy_by_position(trace)
     for start, by_layer in zip(starts, entropy.T.tolist()):
-        distances = {i: 1 - x / math.log(trace.memberships.shape[2]) for i, x in enumerate(by_layer, 1)}
+        distances = {i: 1 - x / math.log(trace.memberships.shape[2]) for i, x in enumerate(by_layer)}
         metrics |= {f"distance from uniform, position {start} on, layer {i}": x for i, x in distances.items()}
     return metrics
 
@@ -140,12 +140,12 @@ training and at regular steps. Seeds that have records are not run again.
 
 
 def ratio_by_layer(model: PreTrainedModel, **inputs) -> dict[str, float]:
-    """Means over images or sequences of the compression term over the coding rate; layers count from 1."""
+    """Means over images or sequences of the compression term over the coding rate."""
     trace, metrics = trace_model(model, **inputs), {}
     for normalization in NORMALIZATIONS:
         terms = compression_terms(trace, normalization)
         ratios = (terms.variational / terms.coding_rate).mean(0).tolist()
-        metrics |= {f"unit {normalization}, layer {i}": ratio for i, ratio in enumerate(ratios, 1)}
+        metrics |= {f"unit {normalization}, layer {i}": ratio for i, ratio in enumerate(ratios)}
     return metrics
 
 
