@@ -4,7 +4,9 @@ No speed is asserted, so that the tests do not depend on the machine.
 """
 
 import json
+import re
 import shutil
+import statistics
 import subprocess
 import sys
 from io import StringIO
@@ -27,7 +29,7 @@ import run as runner  # noqa: E402
 import scaling  # noqa: E402
 import timing  # noqa: E402
 import train_lm  # noqa: E402
-from records import ORIGIN_COLUMNS, VALUE_COLUMNS, markdown_table, read_records  # noqa: E402
+from records import ORIGIN_COLUMNS, RESULTS, VALUE_COLUMNS, markdown_table, read_records, select  # noqa: E402
 
 from tost_hf import ToSTConfig, ToSTForSequenceClassification  # noqa: E402
 
@@ -65,6 +67,39 @@ def run(name, tmp_path, *args):
 def test_every_benchmark_has_a_description():
     for name in registry.BENCHMARKS:
         assert runner.make_parser(name, registry.load_benchmark(name)).description
+
+
+def record_value(file, **case):
+    """The last value of a case with the default backend and prefix cache; the mean if it has seeds."""
+    records = select(read_records(RESULTS / f"{file}.csv"), **case)
+    records = [x for x in records if x["command"].startswith("python ") and "--no_prefix_cache" not in x["command"]]
+    return statistics.mean({record.get("seed"): float(record["value"]) for record in records}.values())
+
+
+def test_opening_table_equals_records():
+    decoding = {"file": "decode", "batch": 1, "dtype": "float32", "cache": "dynamic"}
+    small, base = {"ToST": {"layers": 7}, "GPT-2": {"layers": 6}}, {"ToST": {"layers": 12}, "GPT-2": {"layers": 12}}
+    trained = {"file": "results", "script": "compare_lm.py", "task": "tiny Shakespeare", "steps": 2000, "metric": "loss"}
+    recall = {"file": "results", "script": "recall.py", "task": "16 pairs", "steps": 6000, "metric": "accuracy"}
+    vllm = {"file": "vllm", "prompt": 1000, "clients": 32, "metric": "tokens/s"}
+    rows = [
+        (base, decoding | {"position": 1000, "metric": "cache bytes"}),
+        (small, decoding | {"position": 10, "metric": "ms a step"}),
+        (small, decoding | {"position": 1000, "metric": "ms a step"}),
+        (("ToST conv token", "GPT-2"), vllm),
+        (("ToST", "ViT"), {"file": "resolution", "pixels": 1024, "metric": "ms"}),
+        (("ToST", "GPT-2"), trained),
+        (("ToST hybrid", "GPT-2 conv"), trained),
+        (("ToST", "GPT-2"), recall),
+    ]
+    table = re.search(r"^(\|.*\n)+", (BENCHMARKS / "README.md").read_text(), re.MULTILINE)[0].splitlines()[2:]
+    for line, (models, case) in zip(table, rows, strict=True):
+        title, *cells = line.strip("| ").split(" | ")
+        for cell, model in zip(cells, models, strict=True):
+            sizes = models[model] if isinstance(models, dict) else {}
+            value = record_value(**case, **sizes, model=model) * (100 if title.endswith("%") else 1)
+            number = cell.partition(" (")[0]
+            assert number == f"{value:,.{len(number.partition('.')[2])}f}", line
 
 
 # Statistics -----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ folder or ../research, and add its name and module to `BENCHMARKS`:
         seconds = measure({"ToST": step}, args.repeats, device=args.device)  # timing.py: interleaved rounds
         report.add({"model": "ToST", "layers": 12}, {"ms": spread(seconds["ToST"]) * 1e3})
 
-Its records are appended to results/prefill.csv and printed as a Markdown table with the command, date, machine and versions,
-to be copied to a page. To compare another operator, add it to `OPERATORS`.
+Its records are appended to results/prefill.csv with the command, date, machine and versions, and printed as a Markdown table
+for a page. To compare another operator, add it to `OPERATORS`.
 """
 
 import argparse
