@@ -43,7 +43,7 @@ def test_photographs_of_a_new_model(tmp_path):
         assert image.width > 300 and image.height > 300
     records = read_records(results / "memberships.csv")
     values = {(record["model"], record["metric"]): float(record["value"]) for record in records}
-    metrics = [f"explained variance, layer {layer}, head {head}" for layer in (0, 1) for head in (1, 2, 3, 4)]
+    metrics = [f"explained variance, layer {layer}, head {head}" for layer in (0, 1) for head in (0, 1, 2, 3)]
     kinds = ("own", "shuffled", "another photograph's")
     metrics += [f"mutual information, {kind}, layer {layer}" for kind in kinds for layer in (0, 1)]
     assert set(values) == {(state, metric) for state in ("trained", "untrained") for metric in metrics}

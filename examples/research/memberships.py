@@ -76,7 +76,7 @@ def measure(model: PreTrainedModel, pixels: torch.Tensor) -> tuple[dict[str, flo
     clusters = cluster_patches(pixels, trace.grid, trace.memberships.shape[2])
     explained = torch.stack([explained_variance(maps, labels) for maps, labels in zip(trace.memberships, clusters)]).mean(0)
     for layer, heads in enumerate(explained.tolist()):
-        metrics |= {f"explained variance, layer {layer}, head {head}": x for head, x in enumerate(heads, 1)}
+        metrics |= {f"explained variance, layer {layer}, head {head}": x for head, x in enumerate(heads)}
     return metrics, explained
 
 
@@ -89,7 +89,7 @@ def plot_heads(model: PreTrainedModel, pixels: torch.Tensor, images: torch.Tenso
     heads = [(layer, int(explained[layer].argmax())) for layer in layers]
     figure = Figure(figsize=(1.5 * (2 + len(heads)), 1.5 * len(pixels) + 0.3), layout="constrained")
     axes = figure.subplots(len(pixels), 2 + len(heads), squeeze=False)
-    titles = ["photograph", "k-means", *(f"layer {layer}, head {head + 1}" for layer, head in heads)]
+    titles = ["photograph", "k-means", *(f"layer {layer}, head {head}" for layer, head in heads)]
     for panels, image, labels, maps in zip(axes, images, clusters, membership_maps(trace)):
         panels[0].imshow(image.numpy())
         panels[1].imshow(labels.numpy(), cmap="tab10", vmax=9)
