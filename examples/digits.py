@@ -84,7 +84,7 @@ def main() -> None:
     maps = membership_maps(trace_model(model, pixel_values=pixels[[index]]))[0]
     image = torch.tensor(digits.images[index] / 16)[..., None].expand(-1, -1, 3)  # one pixel for each patch
     file = Path(args.output_dir) / "membership_maps.png"
-    plot_membership_maps(maps, image, range(1, len(maps) + 1)).savefig(file)
+    plot_membership_maps(maps, image, range(len(maps))).savefig(file)
     print(f"Membership maps of a digit ({NAMES[digits.target[index]]}): {file}")
 
 
