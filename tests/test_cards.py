@@ -214,6 +214,27 @@ def test_local_names_are_not_ids(trained_folder):
     assert "datasets" not in data and "base_model" not in data
 
 
+def test_protocols_are_text_below_short_tables(bare_folder):
+    other = RESULT | {"dataset_name": "Digits", "metric_name": "loss", "num_examples": None, "seed": None, "date": None}
+    del other["protocol"]
+    results = [RESULT, RESULT | {"metric_name": "loss"}, RESULT | {"protocol": "two\nlines", "metric_name": None}, other]
+    write_json(bare_folder / "evaluation.json", {"results": results})
+    evaluation = section(build_card(bare_folder), "Evaluation").partition("```")[0]
+    assert evaluation.strip().split("\n\n") == [
+        "Letters, test:",
+        "| metric | value | examples | protocol |\n|---|---|---|---|\n"
+        "| perplexity (sweep, stride 64) | 12.3457 | 1,234 | 1 |\n| loss | 12.3457 | 1,234 | 1 |\n"
+        "| perplexity | 12.3457 | 1,234 | 2 |",
+        "1. every token once | stride 64; seed 7; 2026-11-21\n2. two lines; seed 7; 2026-11-21",
+        "Digits, test:",
+        "| metric | value |\n|---|---|\n| loss | 12.3457 |",
+    ]
+
+
+def test_layers_are_counted_from_zero():
+    assert "| layers | 12; full_attention in 3, 7, 11 (counted from 0) |" in preset_card("tost-hybrid-base").text
+
+
 # Damaged records ------------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +246,7 @@ def test_non_finite_numbers_are_omitted(bare_folder):
 
 
 def test_table_cells_are_escaped(bare_folder):
-    write_json(bare_folder / "evaluation.json", {"results": [RESULT | {"protocol": "a | b\nc"}]})
+    write_json(bare_folder / "evaluation.json", {"results": [RESULT | {"metric_name": "a | b\nc"}]})
     assert r"| a \| b c |" in section(build_card(bare_folder), "Evaluation")
 
 

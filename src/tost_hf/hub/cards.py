@@ -194,9 +194,9 @@ def describe(config: Any) -> dict[str, str]:
         facts["positions"] = "no limit (position-free)" if config.is_position_free else f"{config.max_position_embeddings:,}"
         facts["state"] = _describe_state(config)
         if options.pop("layer_types", None):
-            layer_types = enumerate(config.layer_types, start=1)
-            attention_types = {i: layer_type for i, layer_type in layer_types if layer_type != CAUSAL_STATISTICS}
-            facts["layers"] += "; " + ", ".join(f"{layer_type} in {i}" for i, layer_type in attention_types.items())
+            for layer_type in sorted({*config.layer_types} - {CAUSAL_STATISTICS}):
+                numbers = [str(i) for i, x in enumerate(config.layer_types) if x == layer_type]
+                facts["layers"] += f"; {layer_type} in {', '.join(numbers)} (counted from 0)"
     if (config.architectures or [""])[0].endswith("Classification"):
         names = [str(config.id2label[i]) for i in sorted(config.id2label)]
         show_names = 0 < len(names) <= 20 and not names[0].startswith("LABEL_")
@@ -293,7 +293,7 @@ def _render(
         is_vision=isinstance(config, ToSTVisionConfig),
         beyond_paper=[option for option in config.options() if option in BEYOND_PAPER],
         facts=make_markdown_table(("model", model_class(config).__name__), facts.items()),
-        evaluation=_evaluation_table(records.results),
+        evaluation=_describe_results(records.results),
         commands="\n".join(dict.fromkeys(result["command"] for result in records.results if result.get("command"))),
         training_evaluation=_number_table("metric", records.metrics),
         run=records.run,
@@ -302,11 +302,28 @@ def _render(
     )
 
 
-def _evaluation_table(results: list[dict]) -> str:
-    keys = ("dataset_name", "dataset_split", "metric_name", "metric_value", "num_examples", "seed", "date", "protocol")
-    header = ("dataset", "split", "metric", "value", "examples", "seed", "date", "protocol")
-    records = [{"metric_name": result["metric_type"]} | result for result in results]
-    return make_markdown_table(header, [[_format_number(record.get(key)) for key in keys] for record in records])
+def _describe_results(results: list[dict]) -> str:
+    """A table of the results on each dataset and split, and below it the numbered protocols."""
+    groups: dict[str, list[dict]] = {}
+    for result in results:
+        groups.setdefault(", ".join(filter(None, map(result.get, ("dataset_name", "dataset_split")))), []).append(result)
+    blocks = []
+    for dataset, group in groups.items():
+        protocols = [_describe_protocol(result) for result in group]
+        numbers = {protocol: i for i, protocol in enumerate(filter(None, dict.fromkeys(protocols)), start=1)}
+        values = [
+            (x.get("metric_name") or x["metric_type"], *map(_format_number, (x["metric_value"], x.get("num_examples"))))
+            for x in group
+        ]
+        records = [(*value, numbers.get(protocol)) for value, protocol in zip(values, protocols)]
+        blocks += [f"{dataset}:", make_markdown_table(("metric", "value", "examples", "protocol"), records)]
+        blocks += ["\n".join(f"{i}. {protocol}" for protocol, i in numbers.items())] if numbers else []
+    return "\n\n".join(blocks)
+
+
+def _describe_protocol(result: dict) -> str:
+    seed = f"seed {result['seed']}" if result.get("seed") is not None else None
+    return "; ".join(" ".join(x.split()) for x in (result.get("protocol"), seed, result.get("date")) if x)
 
 
 def _number_table(title: str, numbers: dict[str, float]) -> str:
