@@ -98,5 +98,5 @@ def test_example_of_the_readme(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     [block] = re.findall(r"```python\n(.*?)```", (TRAINED / "README.md").read_text(), re.DOTALL)
     exec(compile(block, "README.md", "exec"), {})
-    text, label, sentiment = capsys.readouterr().out.strip().rsplit("\n", 2)
-    assert text.startswith("It was a dark night, and") and (label, sentiment) == ("cat", "pos")
+    text, sentiment, label = capsys.readouterr().out.strip().rsplit("\n", 2)
+    assert text.startswith("It was a dark night, and") and (sentiment, label) == ("pos", "cat")
