@@ -3,10 +3,10 @@
 import ast
 import dataclasses
 import inspect
-import pydoc
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -15,20 +15,19 @@ from contextlib import redirect_stdout
 from functools import cache
 from importlib.util import find_spec
 from io import StringIO
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
-from conftest import auto_processor_missing, randomize, small_config, small_vision_config
+from conftest import randomize, small_config
 from hub_clients import save_tokenizer
 from transformers import AutoConfig
 
 import tost_hf
 from tost_hf.cli import main
-from tost_hf.image_processing import make_image_processor
 from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
 
 
@@ -87,12 +86,20 @@ BLOCKS = {name: code_blocks(name, "bash") for name in PAGES} | {name: workflow_s
 COMMANDS = [(name, words) for name, blocks in BLOCKS.items() for block in blocks for words in commands(block)]
 
 
+def ignored_by_git(names: set[str]) -> set[str]:
+    """Those of the names in the root of a clone, a folder's with a slash, that git ignores; all where there is no clone."""
+    if shutil.which("git") is None:
+        return names
+    result = subprocess.run(["git", "-C", str(ROOT), "check-ignore", *names], capture_output=True, text=True)
+    return names if result.returncode == 128 else set(result.stdout.split())
+
+
 # Python ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def demo_folders(tmp_path, monkeypatch):
-    """./tost-demo and ./tost-digits as the pages' commands write them, but untrained; text.txt; the repository's folders."""
+def demo_folder(tmp_path, monkeypatch):
+    """./tost-demo as `make demo` writes it, but untrained; text.txt; the repository's folders."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("It was a dark night.\n\nThe rain fell in torrents.\n")
     for name in ("examples", "model_cards"):
@@ -101,9 +108,6 @@ def demo_folders(tmp_path, monkeypatch):
     options = {"max_position_embeddings": None, "forgetting": "token", "conv_kernel": 4, "bos_token_id": 0, "eos_token_id": 0}
     config = small_config(vocab_size=320, layer_types=[CAUSAL_STATISTICS, FULL_ATTENTION], **options)
     randomize(tost_hf.ToSTForCausalLM(config)).save_pretrained("tost-demo")
-    config = small_vision_config(patch_size=2, num_labels=10)
-    randomize(tost_hf.ToSTForImageClassification(config)).save_pretrained("tost-digits")
-    make_image_processor(config).save_pretrained("tost-digits")
 
 
 def missing_libraries(block: str) -> list[str]:
@@ -118,7 +122,7 @@ def run_blocks(name: str) -> dict:
     """Runs the Python blocks of a page whose libraries are installed, in order, in one namespace."""
     namespace = {}
     for block in code_blocks(name, "python"):
-        if not missing_libraries(block) and not (auto_processor_missing and "AutoImageProcessor" in block):
+        if not missing_libraries(block):
             exec(compile(block, name, "exec"), namespace)
     return namespace
 
@@ -127,22 +131,23 @@ def run_blocks(name: str) -> dict:
     "name",
     [pytest.param(x, marks=pytest.mark.slow) if x.endswith("export.md") else x for x in ("README.md", *GUIDES)],
 )
-def test_code_runs(name, demo_folders, monkeypatch):
+def test_code_runs(name, demo_folder, monkeypatch, capsys):
     if name.endswith("export.md"):  # in a subprocess: transformers' exporters leave patched functions behind
         blocks = [block for block in code_blocks(name, "python") if not missing_libraries(block)]
         subprocess.run([sys.executable, "-c", "\n".join(blocks)], check=True)
         return
-    monkeypatch.setattr(pydoc, "render_doc", lambda thing, render=pydoc.render_doc: render(thing)[:6_000])  # 2,000 tokens
     namespace = run_blocks(name)
+    written = {path.name + "/" * path.is_dir() for path in Path().iterdir() if not path.is_symlink()}
+    assert ignored_by_git(written) == written
+    outputs = re.findall(r"^# (.*)$", "".join(code_blocks(name, "python")), re.MULTILINE)  # a line of comment is an output
+    assert set(outputs) <= set(capsys.readouterr().out.splitlines())
     if name == "README.md":
         assert type(namespace["AutoModelForCausalLM"].from_pretrained("tuned-tost")) is tost_hf.ToSTForCausalLM
     elif name.endswith("operator.md"):
         assert namespace["output"].shape == (2, 100, 4, 16)
         torch.testing.assert_close(namespace["membership"].sum(1), torch.ones(2, 100))
-    elif name.endswith("generation.md"):
-        assert Path("document.safetensors").is_file()
     elif name.endswith("publishing.md"):
-        assert Path("shared/modeling_tost.py").is_file() and type(namespace["again"]) is tost_hf.ToSTForCausalLM
+        assert Path("my-shared-tost/modeling_tost.py").is_file() and type(namespace["again"]) is tost_hf.ToSTForCausalLM
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -240,6 +245,16 @@ def test_wrong_commands_are_rejected():
         with pytest.raises(AssertionError):
             CHECKS[words[0]](words[1:])
     assert commands("a b \\\n  c 'd\ne' # f\n# g\nh & i|j;k") == [["a", "b", "c", "d\ne"], ["h"], ["i"], ["j"], ["k"]]
+
+
+def test_outputs_are_ignored_by_git():
+    outputs = {value for _, words in COMMANDS for option, value in pairwise(words) if option in ("--output_dir", "--out")}
+    for _, words in COMMANDS:
+        if words[0] == "tost-hf" and words[1] in ("convert", "export", "init", "space"):
+            outputs.add([word for word in words[2:] if not word.startswith("--")][1])
+    outputs = {output.removeprefix("./").rstrip("/") + "/" * (not Path(output).suffix) for output in outputs}
+    assert {"my-ckpt.pt", "tost-onnx/"} <= outputs
+    assert ignored_by_git(outputs) == outputs
 
 
 @pytest.mark.parametrize("name", PAGES)
