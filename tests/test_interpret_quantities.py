@@ -30,7 +30,7 @@ def compute_projections(model, **inputs):
     hidden_states = copy.deepcopy(model)(**inputs, output_hidden_states=True).hidden_states
     norm = "attention_norm" if "pixel_values" in inputs else "input_layernorm"
     projections = []
-    for layer, tssa, x in zip(model.base_model.layers, tssa_layers(model), hidden_states):
+    for layer, tssa, x in zip(model.base_model.layers, tssa_layers(model).values(), hidden_states):
         w = nn.functional.linear(getattr(layer, norm)(x), tssa.in_proj.weight, tssa.in_proj.bias)
         projections.append(w.detach().unflatten(-1, (tssa.num_heads, -1)))
     return projections
@@ -61,7 +61,7 @@ def compute_terms(w, membership, normalization):
 def make_trace(w, membership, mask=None):
     """A trace of one layer from w (B, T, H, p) and Pi (B, H, T)."""
     mask = torch.ones(w.shape[:2], dtype=torch.bool) if mask is None else mask
-    return interpret.ModelTrace((w,), membership[:, None], mask, None, None, None)
+    return interpret.ModelTrace((0,), (w,), membership[:, None], mask, None, None, None)
 
 
 def test_memberships(model_and_inputs):
@@ -70,7 +70,7 @@ def test_memberships(model_and_inputs):
     mask, maps = trace.mask, interpret.membership_maps(trace)
     assert maps.dtype == torch.float64 and maps.shape == ((2, 3, 4, 4, 6) if trace.grid else (3, 3, 4, 12))
     maps = maps.flatten(3)  # patches are in row-major order
-    for i, (w, attention) in enumerate(zip(compute_projections(model, **inputs), tssa_layers(model))):
+    for i, (w, attention) in enumerate(zip(compute_projections(model, **inputs), tssa_layers(model).values())):
         torch.testing.assert_close(trace.projections[i][mask], w[mask], atol=1e-10, rtol=0)
         temp = attention.temp.detach().flatten().double()
         if trace.grid:
@@ -169,16 +169,26 @@ def test_head_without_members_is_ignored():
 
 
 def test_subspace_gram(tiny_model):
-    gram = interpret.subspace_gram(tiny_model, 2)
+    gram = interpret.subspace_gram(tiny_model, 1)
     weight = tiny_model.model.layers[1].self_attn.in_proj.weight.detach().double()
     assert gram.shape == (32, 32) and gram.dtype == torch.float64
     for (i, u), (j, v) in itertools.product(enumerate(weight), repeat=2):  # w = x W^T: columns of U are rows of the weight
         assert gram[i, j].item() == pytest.approx(abs(u @ v).item() / (u.norm() * v.norm()).item())
     nn.init.orthogonal_(tiny_model.model.layers[1].self_attn.in_proj.weight, gain=3)
-    torch.testing.assert_close(interpret.subspace_gram(tiny_model, 2), torch.eye(32).double(), atol=1e-6, rtol=0)
-    for layer in (0, 4, -1):
-        with pytest.raises(ValueError, match=f"There is no layer {layer}: .* from 1 to 3"):
+    torch.testing.assert_close(interpret.subspace_gram(tiny_model, 1), torch.eye(32).double(), atol=1e-6, rtol=0)
+    for layer in (3, -1):
+        with pytest.raises(ValueError, match=f"There is no TSSA layer {layer}: the model's are 0, 1, 2, counted from 0"):
             interpret.subspace_gram(tiny_model, layer)
+
+
+def test_layers_have_the_numbers_of_their_weights(decaying_model, batch):
+    """Layer 1 of this hybrid is softmax attention."""
+    assert interpret.trace_model(decaying_model, **batch).layers == (0, 2)
+    weight = decaying_model.state_dict()["model.layers.2.self_attn.in_proj.weight"]
+    columns = nn.functional.normalize(weight, dim=1)
+    torch.testing.assert_close(interpret.subspace_gram(decaying_model, 2), (columns @ columns.T).abs())
+    with pytest.raises(ValueError, match="There is no TSSA layer 1: the model's are 0, 2,"):
+        interpret.subspace_gram(decaying_model, 1)
 
 
 def test_entropy(tiny_model, batch):
@@ -214,7 +224,7 @@ def test_membership_clusters_score(monkeypatch):
     heads = torch.stack([checkerboard, quarters]).flatten(1)
     membership = nn.functional.one_hot(heads, 4).double().transpose(1, 2)[:, None].expand(2, 3, 4, 36)
     trace = interpret.trace_model(tiny_vision_model(), pixel_values=pixel_values)
-    fake_trace = interpret.ModelTrace(trace.projections, membership, trace.mask, trace.grid, None, None)
+    fake_trace = interpret.ModelTrace(trace.layers, trace.projections, membership, trace.mask, trace.grid, None, None)
     monkeypatch.setattr(quantities, "trace_model", lambda *_, **__: fake_trace)
     scores = interpret.membership_clusters_score(None, pixel_values)
     assert all(score.shape == (2, 3) for score in scores)

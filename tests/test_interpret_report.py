@@ -1,10 +1,13 @@
 """The report of `inspect`: the contents of its page and pictures, and which files it may overwrite."""
 
+import html
+import itertools
 import re
 import sys
 
 import numpy as np
 import pytest
+import torch
 from conftest import needs_auto_processor, randomize, small_vision_config, tiny_vision_model
 
 import tost_hf
@@ -30,6 +33,7 @@ def check_report(files, folder):
     """Checks for a page and the pictures that it shows, none of them blank; returns the page's HTML."""
     assert files[0] == folder / "index.html" and sorted(files) == sorted(folder.iterdir())
     page = files[0].read_text()
+    assert 'name="viewport"' in page and "prefers-color-scheme: dark" in page
     pictures = re.findall("<img src='(.*?)'", page)
     assert len(pictures) >= 4 and {path.name for path in files[1:]} == set(pictures)
     for name in pictures:
@@ -46,9 +50,9 @@ def photo(tmp_path):
 
 def test_image_report(photo, tmp_path):
     model, out = tiny_vision_model(id2label={0: "a <b> cat"}, num_labels=1), tmp_path / "out"
-    files = interpret.inspect_model(model, None, photo, out, layers=[3, 1])
+    files = interpret.inspect_model(model, None, photo, out, layers=[2, 0])
     page = check_report(files, out)
-    assert "a &lt;b&gt; cat (100.0%)" in page and "16 x 16" in page and "4 x 4" in page
+    assert "a &lt;b&gt; cat (100.0%)" in page and "16 x 16" in page and "4 x 4, too few" in page and "--image-size 64 " in page
     assert {"class_attention.png", "compression.png"} <= {path.name for path in files}
     terms = interpret.compression_terms(interpret.trace_model(model, pixel_values=load_image(model, None, photo)[0]))
     assert f"{terms.variational[0, 2]:.2f}" in page and f"{terms.coding_rate[0, 0]:.2f}" in page
@@ -65,12 +69,12 @@ def test_one_head_and_one_layer_of_a_backbone(tmp_path, photo):
     config = small_vision_config(num_attention_heads=1, num_hidden_layers=1)
     files = interpret.inspect_model(randomize(tost_hf.ToSTBackbone(config)).eval(), None, photo, tmp_path / "out")
     page = check_report(files, tmp_path / "out")
-    assert "nan" in page and "class_attention.png" not in page
+    assert "<td>-</td>" in page and "class_attention.png" not in page
 
 
 @pytest.mark.parametrize("forgetting", ["none", "token"])
 def test_text_report(forgetting, tokenizer, tmp_path):
-    """A hybrid inspects a string and a file; the file is truncated with a warning."""
+    """A hybrid inspects a string and a file, of which it shows the first tokens."""
     config = tost_hf.ToSTConfig.from_preset(
         "tost-hybrid-base",
         **{"vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 4, "forgetting": forgetting},
@@ -79,11 +83,66 @@ def test_text_report(forgetting, tokenizer, tmp_path):
     )
     model, out = randomize(tost_hf.ToSTForCausalLM(config)).eval(), tmp_path / "out"
     page = check_report(interpret.inspect_model(model, tokenizer, "What was it that we forgot?", out), out)
-    assert ("decay.png" in page) == (forgetting != "none") and "3 layers of 12 heads" in page
-    (tmp_path / "text.txt").write_text("the heads of the model " * 30)
-    with pytest.warns(UserWarning, match="64"):
-        page = interpret.inspect_model(model, tokenizer, tmp_path / "text.txt", out)[0].read_text()
-    assert "<td>Tokens</td><td>64</td>" in page
+    assert ("decay.png" in page) == (forgetting != "none") and "3 TSSA layers of 12 heads" in page
+    assert "layers 3: softmax attention" in page and re.findall(r"<summary>(.*?)<", page) == ["Layer 0", "Layer 1", "Layer 2"]
+    (tmp_path / "text.txt").write_text(text := "the heads of the model " * 30)
+    total = len(tokenizer(text).input_ids)
+    for options, shown in (({}, 64), ({"max_tokens": 9}, 9)):  # the model's positions end at 64
+        page = interpret.inspect_model(model, tokenizer, tmp_path / "text.txt", out, **options)[0].read_text()
+        assert f"the first {shown} of {total}<" in page and page.count('title="token ') == 3 * shown
+
+
+def test_colors_of_a_text(text_model, tokenizer, tmp_path):
+    """A span for each token, with its strongest head; together they are the text, characters of several tokens too."""
+    text = "Grüße <b> of\n the ✓ heads"
+    trace = interpret.trace_model(text_model, **tokenizer(text, return_tensors="pt"))
+    page = interpret.inspect_model(text_model, tokenizer, text, tmp_path / "out")[0].read_text()
+    for layer, section in enumerate(re.findall(r"<details.*?</details>", page, re.DOTALL)):
+        spans = re.findall(
+            r'<span class="head(\d)" style="--strength: ([\d.]+)" title="(.*?)">(.*?)</span>', section, re.DOTALL
+        )
+        assert "".join(html.unescape(piece) for *_, piece in spans) == text
+        memberships = trace.memberships[0, layer]
+        assert [int(head) for head, *_ in spans] == memberships.argmax(0).tolist()
+        assert [title for _, _, title, _ in spans] == [
+            f"token {i}: head {head}, {values[head]:.2f}"
+            for i, (head, values) in enumerate(zip(memberships.argmax(0), memberships.T))
+        ]
+        assert max(float(strength) for _, strength, *_ in spans) == 1
+
+
+def test_labels_of_a_long_text_do_not_overlap():
+    starts = [0, *(2**i for i in range(17))]
+    buckets = interpret.EntropyByPosition(starts, torch.rand(12, len(starts)))
+    figure = plots.plot_entropy_by_position(buckets, 12, range(12))
+    figure.draw_without_rendering()
+    extents = [label.get_window_extent() for label in figure.axes[0].get_xticklabels()]
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(extents))
+
+
+@pytest.mark.parametrize(
+    "kind, source, options, message",
+    [
+        ("text", "photo.png", {}, "'photo.png' is not a text in UTF-8; this model reads texts"),
+        ("text", "nosuch.txt", {}, "There is no file 'nosuch.txt'"),
+        ("text", "no/such", {}, "There is no file 'no/such'"),
+        ("text", "", {}, "is empty"),
+        ("text", "the heads", {"image_size": 32}, "image_size is for images"),
+        ("text", "the heads", {"max_tokens": 0}, "at least 1"),
+        ("image", "nosuch.jpg", {}, "There is no file 'nosuch.jpg'; this model reads images"),
+        ("image", "a cat on a mat", {}, "There is no file 'a cat on a mat'; this model reads images"),
+        ("image", "model/config.json", {}, "is not an image; this model reads images"),
+        ("image", "photo.png", {"max_tokens": 9}, "max_tokens is for texts"),
+    ],
+)
+def test_input_is_checked_before_the_weights_are_loaded(
+    kind, source, options, message, photo, text_model, tmp_path, monkeypatch
+):
+    model = text_model if kind == "text" else tiny_vision_model()
+    model.config.save_pretrained(tmp_path / "model")  # without weights
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        interpret.inspect_path("model", source, "out", **options)
 
 
 @needs_auto_processor
@@ -120,8 +179,9 @@ def test_invalid_inputs(text_model, tokenizer, photo, tmp_path, monkeypatch):
     model, out = tiny_vision_model(), tmp_path / "out"
     cases = [
         (text_model, None, "the heads", {}, "tokenizer"),
-        (text_model, tokenizer, "the heads", {"image_size": 32}, "image_size"),
-        (model, None, photo, {"layers": [4]}, "layer"),
+        (text_model, tokenizer, photo, {}, "this model reads texts"),
+        (text_model, tokenizer, Image.open(photo), {}, "reads texts"),
+        (model, None, photo, {"layers": [3]}, "There is no TSSA layer 3"),
         (model, None, photo, {"layers": []}, "layers"),
     ]
     for inspected_model, processor, source, options, message in cases:
@@ -141,7 +201,7 @@ def test_every_layer_and_head_of_a_photograph(tmp_path):
     model = tiny_vision_model(num_hidden_layers=3)
     pixel_values, picture = load_image(model, None, Image.fromarray(photograph), 48)
     maps = interpret.membership_maps(interpret.trace_model(model, pixel_values=pixel_values))[0]
-    figure = plots.plot_membership_maps(maps, picture, range(1, 4))
+    figure = plots.plot_membership_maps(maps, picture, range(3))
     panels = [axis for axis in figure.axes if len(axis.images) == 2]  # the photograph in gray and a map
     assert len(panels) == 3 * 4
     for panel, membership in zip(panels, maps.flatten(0, 1)):
@@ -153,7 +213,7 @@ def test_every_layer_and_head_of_a_photograph(tmp_path):
 
 def test_compression_plot_shows_the_mean_of_images(images):
     terms = interpret.compression_terms(interpret.trace_model(tiny_vision_model(), pixel_values=images))
-    axis = plots.plot_compression({"tokens": terms}).axes[0]
+    axis = plots.plot_compression({"tokens": terms}, range(3)).axes[0]
     np.testing.assert_allclose(axis.lines[0].get_ydata(), terms.variational.mean(0))
 
 

@@ -119,7 +119,8 @@ def _make_parser() -> argparse.ArgumentParser:
     add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
     add_argument("input", metavar="INPUT", help="an image file, a text file, or a text")
     add_argument("--out", metavar="DIR", required=True, help="the folder to write")
-    add_argument("--layers", metavar="N", type=int, nargs="+", help="the layers to plot, counted from 1")
+    add_argument("--layers", metavar="N", type=int, nargs="+", help="the layers to plot, counted from 0 as in the weights")
+    add_argument("--max-tokens", metavar="N", type=int, help="the tokens of a text to show (default: the first 256)")
     add_argument("--image-size", metavar="N", type=int, help="scale the image to a shorter side of N pixels")
     add_argument("--processor", metavar="ID", help="a tokenizer or image processor, if MODEL has none")
     trust_help = "run the code of a tokenizer or image processor with remote code; by default such code is never run"

@@ -19,7 +19,7 @@ The functions of `tost_hf.interpret.plots` return single plots as matplotlib fig
 >>> from tost_hf.interpret.plots import plot_membership_maps
 
 >>> picture = image.resize((224, 224))  # as the model sees it, (height, width, 3) from 0 to 1
->>> plot_membership_maps(membership_maps(trace)[0], torch.tensor(numpy.array(picture)) / 255, range(1, 13)).savefig("maps.png")
+>>> plot_membership_maps(membership_maps(trace)[0], torch.tensor(numpy.array(picture)) / 255, trace.layers).savefig("maps.png")
 ```
 """
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Quantities as matplotlib figures, 8 inches (1,280 pixels) wide; `layers` are the numbers in the titles, counted from 1.
+"""Quantities as matplotlib figures, 1,280 pixels wide; `layers` are the model's numbers, from 0 as are the heads'.
 
 Numbers are drawn in cividis or viridis, which the color-blind can tell apart; heads in the colors of Okabe and Ito, which
 repeat hatched past the eighth.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .quantities import CompressionTerms, EntropyByPosition
 
-WIDTH, DPI = 8, 160  # inches, and pixels per inch
+WIDTH, DPI = 6.4, 200  # inches, and pixels per inch
 HEADS_PER_LINE, LAYERS_PER_LINE = 8, 6
 # Okabe and Ito's palette, with a gray in place of black, on which no text can be read
 COLORS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
@@ -87,7 +87,7 @@ def plot_membership_maps(maps: torch.Tensor, picture: torch.Tensor, layers: Sequ
             extent = _show_picture(axis, picture, pale=True).get_extent()
             image = axis.imshow(membership.numpy(), cmap="viridis", vmin=low, vmax=high, alpha=0.8, extent=extent)
             if lines > 1 or i == 0:
-                axis.set_title(f"head {head + 1}", fontsize=8)
+                axis.set_title(f"head {head}", fontsize=8)
         _add_colorbar(figure, image, panels.ravel().tolist(), aspect=10 * lines)
     return figure
 
@@ -123,10 +123,10 @@ def plot_strongest_heads(maps: torch.Tensor, picture: torch.Tensor, layers: Sequ
             axis.pcolor(*edges, hatch_mask, hatch=HATCHES[mark], facecolor="none", edgecolor="#333", linewidth=0)
         axis.set_title(f"layer {layer}", fontsize=9)
     patches = [
-        Patch(facecolor=color, hatch=HATCHES[mark], edgecolor="#333", linewidth=0.5, label=f"head {head + 1}")
+        Patch(facecolor=color, hatch=HATCHES[mark], edgecolor="#333", linewidth=0.5, label=f"head {head}")
         for head, (color, mark) in enumerate(zip(colors, marks))
     ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=min(heads, 8), fontsize=8, frameon=False)
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(heads, 6), fontsize=8, frameon=False)
     return figure
 
 
@@ -141,22 +141,22 @@ def plot_entropy_maps(entropy: torch.Tensor, heads: int, layers: Sequence[int]) 
     return figure
 
 
-def plot_entropy_by_position(buckets: "EntropyByPosition", heads: int) -> "Figure":
+def plot_entropy_by_position(buckets: "EntropyByPosition", heads: int, layers: Sequence[int]) -> "Figure":
     """Mean entropy by position, a line for each layer, and ln H as a dashed line."""
     from matplotlib import colormaps
 
-    figure = _make_figure(3.6)
+    figure = _make_figure(2.9)
     axis = figure.subplots()
-    ends = [*(start - 1 for start in buckets.starts[1:]), None]
-    names = [str(a) if a == b else f"{a}+" if b is None else f"{a}-{b}" for a, b in zip(buckets.starts, ends)]
-    num_layers = len(buckets.entropy)
-    for i, values in enumerate(buckets.entropy):
-        color = colormaps["viridis"](0.9 * i / max(1, num_layers - 1))
-        axis.plot(names, values.numpy(), marker="o", markersize=4, color=color, label=f"layer {i + 1}")
+    names = [str(start) for start in buckets.starts]
+    ticks = range(0, len(names), 1 + len(names) // 14)
+    for i, (values, layer) in enumerate(zip(buckets.entropy, layers)):
+        color = colormaps["viridis"](0.9 * i / max(1, len(layers) - 1))
+        axis.plot(names, values.numpy(), marker="o", markersize=4, color=color, label=f"layer {layer}")
     axis.axhline(math.log(heads), color="#555", linestyle="--", linewidth=1, label="ln H")
-    axis.set(xlabel="position in the sequence", ylabel="entropy of the membership, nats")
+    axis.set_xticks(ticks, [names[i] for i in ticks], fontsize=8)
+    axis.set(xlabel="position in the sequence, from this one to the next", ylabel="entropy of the membership, nats")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, ncols=1 + num_layers // 16)
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, ncols=1 + len(layers) // 16)
     return figure
 
 
@@ -168,7 +168,7 @@ def plot_membership_tokens(maps: torch.Tensor, layers: Sequence[int], line: floa
     ticks = range(0, heads, 1 + heads // 8)
     for axis, values, layer in zip(axes, maps, layers):
         image = axis.imshow(values.numpy(), cmap="viridis", aspect="auto", interpolation="nearest")
-        axis.set_yticks(ticks, [str(head + 1) for head in ticks], fontsize=6)
+        axis.set_yticks(ticks, [str(head) for head in ticks], fontsize=7)
         axis.set_ylabel(f"layer {layer}\nhead", fontsize=8)
         _add_colorbar(figure, image, axis)
     axes[-1].tick_params(axis="x", labelsize=7)
@@ -178,28 +178,27 @@ def plot_membership_tokens(maps: torch.Tensor, layers: Sequence[int], line: floa
 
 def plot_decay(decay: torch.Tensor, half_lives: torch.Tensor, layers: Sequence[int]) -> "Figure":
     """Decay (layers, H, T) along a sequence, as `plot_membership_tokens`, beside each head's half-life (layers, H)."""
-    figure = plot_membership_tokens(decay, layers, line=0.12)
+    figure = plot_membership_tokens(decay, layers, line=0.14)
     for axis, half_life in zip(figure.axes, half_lives.tolist()):  # the strips come before their color bars
         half_life_axis = axis.secondary_yaxis("right")
-        half_life_axis.set_yticks(range(len(half_life)), [f"{tokens:.3g}" for tokens in half_life], fontsize=5)
+        half_life_axis.set_yticks(range(len(half_life)), [f"{tokens:.2g}" for tokens in half_life], fontsize=7)
         half_life_axis.set_ylabel("half-life,\ntokens", fontsize=7)
     return figure
 
 
-def plot_compression(terms: "dict[str, CompressionTerms]") -> "Figure":
+def plot_compression(terms: "dict[str, CompressionTerms]", layers: Sequence[int]) -> "Figure":
     """Both compression terms by layer, a panel for each normalization; of several images, mean and standard deviation."""
-    figure = _make_figure(3.2)
+    figure = _make_figure(2.5)
     for axis, (name, layer_terms) in zip(figure.subplots(1, len(terms), squeeze=False)[0], terms.items()):
-        numbers = range(1, layer_terms.variational.shape[1] + 1)
         lines = (
             (layer_terms.variational, "variational (R)", COLORS[4], "o"),
             (layer_terms.coding_rate, "coding rate", COLORS[5], "s"),
         )
         for values, label, color, marker in lines:
             mean, deviation = values.mean(0).numpy(), values.std(0, correction=0).numpy()
-            axis.plot(numbers, mean, label=label, color=color, marker=marker, markersize=4)
+            axis.plot(layers, mean, label=label, color=color, marker=marker, markersize=4)
             if len(values) > 1:
-                axis.fill_between(numbers, mean - deviation, mean + deviation, color=color, alpha=0.2)
+                axis.fill_between(layers, mean - deviation, mean + deviation, color=color, alpha=0.2)
         axis.set(xlabel="layer", ylabel="nats")
         axis.set_title(f"{name} at unit norm", fontsize=10)
         axis.xaxis.get_major_locator().set_params(integer=True)
@@ -220,7 +219,7 @@ def plot_subspace_grams(grams: list[torch.Tensor], heads: int, layers: Sequence[
             axis.axvline(boundary - 0.5, color="white", linewidth=0.4)
         tick_heads = range(0, heads, 1 + heads // 9)
         for set_ticks in (axis.set_xticks, axis.set_yticks):
-            set_ticks([head * p + (p - 1) / 2 for head in tick_heads], [str(head + 1) for head in tick_heads], fontsize=7)
+            set_ticks([head * p + (p - 1) / 2 for head in tick_heads], [str(head) for head in tick_heads], fontsize=7)
         axis.set_xlabel("head", fontsize=8)
         axis.set_title(f"layer {layer}", fontsize=9)
     _add_colorbar(figure, image, axes.tolist(), "|cosine|", shrink=0.7)

@@ -2,7 +2,8 @@
 """Quantities of a trace, in float64: membership maps, entropies, decay, compression terms, subspaces, clusters.
 
 Symbols: B batch, L TSSA layers, H heads, T tokens (patches, line by line, for an image), p head dimension, w the projected
-tokens, Pi the membership. Indices into L count from 0; `layer` arguments count from 1, as the paper does.
+tokens, Pi the membership. Layers and heads count from 0, as in the names of the weights (`layers.0`); `trace.layers` has the
+numbers of the L layers, which a hybrid's layers of softmax attention are not among.
 """
 
 import math
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .trace import ModelTrace, pick_layer, require_extra, trace_model, tssa_layers
+from .trace import ModelTrace, check_layer, require_extra, trace_model, tssa_layers
 
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def membership_maps(trace: ModelTrace) -> torch.Tensor:
 
     ```python
     maps = membership_maps(trace_model(model, pixel_values=pixel_values))
-    maps[0, 3].argmax(0)  # the strongest head of each patch in layer 4
+    maps[0, 3].argmax(0)  # the strongest head of each patch in layer 3
     ```
     """
     return trace.memberships if trace.grid is None else trace.memberships.unflatten(-1, trace.grid)
@@ -84,7 +85,7 @@ def entropy_by_position(trace: ModelTrace) -> EntropyByPosition:
     """`membership_entropy` averaged over sequences and positions 0, 1, 2-3, 4-7, 8-15, ...; padding has no position.
 
     ```python
-    entropy_by_position(trace).entropy[0]  # of layer 1, from the first position to the last
+    entropy_by_position(trace).entropy[0]  # of layer 0, from the first position to the last
     ```
     """
     entropy = membership_entropy(trace)
@@ -99,7 +100,7 @@ def token_decay(trace: ModelTrace) -> torch.Tensor:
     """The decay of each head's sums at each token, before the token is added: (B, L, H, T), 0 to 1; 1 at padding.
 
     ```python
-    token_decay(trace)[0, 0].argmin(-1)  # the token with the strongest decay for each head of layer 1
+    token_decay(trace)[0, 0].argmin(-1)  # the token with the strongest decay for each head of layer 0
     ```
 
     Raises:
@@ -124,7 +125,7 @@ def half_life(source: "ModelTrace | PreTrainedModel") -> torch.Tensor:
     if isinstance(source, ModelTrace):
         num_tokens = source.mask.sum(1)[:, None, None]
         return math.log(2) * num_tokens / _log_decay(source).sum(-1).abs()
-    layers = tssa_layers(source)
+    layers = list(tssa_layers(source).values())
     biases = [layer.forget_bias for layer in layers if layer.forget_bias is not None]
     if not biases:
         raise ValueError(NO_DECAY)
@@ -199,16 +200,19 @@ def compression_terms(trace: ModelTrace, normalization: str = "tokens") -> Compr
 def subspace_gram(model: nn.Module, layer: int) -> torch.Tensor:
     """|U^T U| of a layer's input projections U = [U_1 ... U_H], every column at unit norm (Fig. 11): (H p, H p).
 
-    The identity if the subspaces are orthogonal to each other and their bases are orthogonal. `layer` counts from 1.
+    The identity if the subspaces are orthogonal to each other and their bases are orthogonal. `layer` is the layer's number
+    in the model, from 0.
 
     ```python
-    gram = subspace_gram(model, 1)  # gram[:p, p : 2 * p]: |cosine| of each column of head 1 and of head 2
+    gram = subspace_gram(model, 0)  # gram[:p, p : 2 * p]: |cosine| of each column of head 0 and of head 1
     ```
 
     Raises:
-        ValueError: the model has no TSSA layers, or no such layer.
+        ValueError: the model has no TSSA layers, or none of this number.
     """
-    columns = F.normalize(pick_layer(tssa_layers(model), layer).in_proj.weight.detach().cpu().double(), dim=1)
+    layers = tssa_layers(model)
+    check_layer(layers, layer)
+    columns = F.normalize(layers[layer].in_proj.weight.detach().cpu().double(), dim=1)
     return (columns @ columns.T).abs()
 
 

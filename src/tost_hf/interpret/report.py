@@ -4,7 +4,7 @@
 import html
 import math
 import os
-import warnings
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from ..image_processing import convert_image, make_image_processor
 from ..model.configuration_tost import ToSTConfig
 from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings
 from . import plots, quantities
-from .trace import ModelTrace, find_modules, pick_layer, require_extra, trace_model, tssa_layers
+from .trace import ModelTrace, check_layer, find_modules, require_extra, trace_model, tssa_layers
 
 
 if TYPE_CHECKING:
@@ -31,15 +31,57 @@ if TYPE_CHECKING:
 
 INDEX = "index.html"
 GENERATOR = '<meta name="generator" content="tost-hf inspect">'
-STYLE = "body { font-family: sans-serif; max-width: 820px; margin: auto } img { width: 100% } td, th { padding: 0 0.8em }"
-CAPTIONS = {
-    "memberships.png": "Membership Pi of each patch or token in each head; each layer has its own scale.",
-    "strongest_heads.png": "The head with the largest membership; the paler, the less it exceeds the uniform value 1 / H.",
-    "entropy.png": "Entropy of Pi over the heads in nats: 0 where a token belongs to one head, ln H where to all equally.",
-    "class_attention.png": "The class token's attention over the patches, by class-attention layer and head.",
-    "decay.png": "Decay of the heads' sums at each token, from 0 (reset) to 1 (none), and each head's half-life.",
-    "compression.png": "Compression terms by layer in nats: the variational form R, and the coding rate R_c, never above R.",
-    "subspaces.png": "|U^T U| of the input projection, its columns at unit norm: the identity where subspaces are orthogonal.",
+MAX_TOKENS = 256  # of a text, unless `max_tokens` says otherwise
+MIN_PATCHES = 8  # rows and columns below which a map shows little
+STYLE = """
+:root { --page: #fff; --ink: #1b1b1f; --quiet: #5b5b66; --line: #cfcfd8; --max-mix: 0.65 }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #131316; --ink: #ececf1; --quiet: #a9a9b5; --line: #43434d; --max-mix: 0.35 }
+}
+body { margin: 0 auto; max-width: 52rem; padding: 1rem; background: var(--page); color: var(--ink);
+  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
+h1 { font-size: 1.35rem; margin: 0 } h2 { font-size: 1.05rem; margin: 1.6rem 0 0 } p { margin: 0.3rem 0 0.6rem }
+.quiet, th, summary { color: var(--quiet); font-size: 0.9rem } th { font-weight: 400; text-align: left; vertical-align: top }
+img { width: 100%; display: block; border-radius: 0.4rem; background: #fff }
+table { border-collapse: collapse } td, th { padding: 0.1rem 0.8rem 0.1rem 0; overflow-wrap: normal }
+.facts td { overflow-wrap: anywhere } .numbers { width: 100%; font-variant-numeric: tabular-nums }
+details { border: 1px solid var(--line); border-radius: 0.4rem; padding: 0.3rem 0.7rem; margin: 0.4rem 0 }
+.text { white-space: pre-wrap; line-height: 1.9 }
+[class^=head] { padding: 0.1em 0 0.2em; background: color-mix(in srgb, var(--head)
+  calc(100% * (0.1 + var(--max-mix) * var(--strength, 1))), var(--page)) }
+.legend span { display: inline-block; padding: 0.1em 0.4em 0.2em; margin-right: 0.3em }
+.mark1 { border-bottom: 1px solid var(--ink) } .mark2 { border-bottom: 3px double var(--ink) }
+@media (max-width: 30rem) { .numbers { font-size: 0.8rem } .numbers * { padding-right: 0.3rem; font-size: inherit } }
+"""
+CAPTIONS = {  # title, and what the figure shows of each unit: token or patch
+    "memberships.png": (
+        "Memberships",
+        "How far each {unit} belongs to each head: its memberships add up to 1, and each layer has its own color scale.",
+    ),
+    "strongest_heads.png": (
+        "Strongest heads",
+        "The head with the largest membership of each {unit}; the paler, the less it exceeds the uniform value 1 / H.",
+    ),
+    "entropy.png": (
+        "Entropy of the memberships",
+        "In nats: 0 where a {unit} belongs to one head, ln H where it belongs to all H heads equally.",
+    ),
+    "class_attention.png": (
+        "Class attention",
+        "The class token's attention to each {unit}, by head and class-attention layer (class_attention_layers.0 ...).",
+    ),
+    "decay.png": (
+        "Decay",
+        "The fraction of each head's sums that remains at each {unit}, and the {unit}s after which half remains (half-life).",
+    ),
+    "compression.png": (
+        "Compression",
+        "In nats: the term that each layer lowers (variational, R), and the coding rate (R_c), which R bounds from above.",
+    ),
+    "subspaces.png": (
+        "Overlap of the subspaces",
+        "|cosine| of the columns of the heads' projections, |U^T U|: the identity where the subspaces are orthogonal.",
+    ),
 }
 
 
@@ -50,26 +92,29 @@ def inspect_path(
     *,
     layers: Sequence[int] | None = None,
     image_size: int | None = None,
+    max_tokens: int | None = None,
     processor: str | os.PathLike | None = None,
     trust_remote_code: bool = False,
 ) -> list[Path]:
     """`inspect_model` for a model folder or Hub id, with the tokenizer or image processor stored with the model.
 
     ```python
-    inspect_path("./tost-digits", "photo.jpg", "report", layers=range(1, 5))
+    inspect_path("./tost-digits", "photo.jpg", "report", layers=range(4))
     ```
 
     Args:
-        input, out_dir, layers, image_size: as in `inspect_model`.
+        input, out_dir, layers, image_size, max_tokens: as in `inspect_model`.
         processor: folder or id of a tokenizer or image processor, in place of the model's. Vision models without either use
             `make_image_processor`.
         trust_remote_code: whether the remote code of a tokenizer or image processor may run; there is never a prompt. The
             model itself always runs this package's code.
 
-    Returns and raises as `inspect_model`, and what transformers raises for a missing tokenizer or image processor.
+    Returns and raises as `inspect_model`, and what transformers raises for a missing tokenizer or image processor. The input
+    is checked before the model is loaded.
     """
     folder = resolve_model_folder(model)
     config = load_config(folder, trust_remote_code)
+    content = _read_input(config, input, image_size, max_tokens)
     source, processor_or_tokenizer = os.fspath(folder if processor is None else processor), None
     with name_file_in_errors(Path(source)):
         if isinstance(config, ToSTConfig):
@@ -78,7 +123,7 @@ def inspect_path(
             processor_or_tokenizer = AutoImageProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
     loaded_model = load_model(folder, config)
     loaded_model.config.name_or_path = os.fspath(model)
-    return inspect_model(loaded_model, processor_or_tokenizer, input, out_dir, layers=layers, image_size=image_size)
+    return _write_report(loaded_model, processor_or_tokenizer, content, out_dir, layers, image_size, max_tokens)
 
 
 def inspect_model(
@@ -89,15 +134,16 @@ def inspect_model(
     *,
     layers: Sequence[int] | None = None,
     image_size: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[Path]:
     """Writes plots of what the model computes for one image or text, and `index.html`, which shows them.
 
     For an image: memberships of each layer and head over the image, the strongest head of each patch, their entropy, the
-    class token's attention. For a text: memberships and entropy by position, decay of models that have it. For both:
-    compression terms by layer, and the overlap of the subspaces.
+    class token's attention. For a text: the text in the colors of its strongest heads, memberships and entropy by position,
+    decay of models that have it. For both: compression terms by layer, and the overlap of the subspaces.
 
     ```python
-    inspect_model(model, processor, "photo.jpg", "report", layers=range(1, 13), image_size=448)
+    inspect_model(model, processor, "photo.jpg", "report", layers=range(12), image_size=448)
     ```
 
     Args:
@@ -105,9 +151,11 @@ def inspect_model(
         processor_or_tokenizer: the model's tokenizer, or its image processor (None for `make_image_processor`).
         input: for a vision model an image or an image file; for a language model a text, or a text file (UTF-8).
         out_dir: the folder to write to; created if missing. Files of an earlier run are replaced.
-        layers: the layers to draw, counted from 1; up to six, evenly spaced, if None. The table of numbers has all layers.
+        layers: the layers to draw, by their numbers in the model, from 0; up to six, evenly spaced, if None. The table of
+            numbers has all layers.
         image_size: the shorter side, in pixels, to which the whole image is scaled (sides rounded to multiples of the patch
             size), in place of the processor's resizing and cropping. ToST accepts images larger than its training images.
+        max_tokens: how many tokens of a text are used, the first ones; 256 if None. The page says how many the text has.
 
     Returns:
         The files written, `index.html` first.
@@ -118,48 +166,109 @@ def inspect_model(
             not of an earlier run. Nothing is written.
         ImportError: matplotlib or Pillow is missing.
     """
+    tssa_layers(model)  # the baselines have none
+    content = _read_input(model.config, input, image_size, max_tokens)
+    return _write_report(model, processor_or_tokenizer, content, out_dir, layers, image_size, max_tokens)
+
+
+def _read_input(config, input, image_size: int | None, max_tokens: int | None) -> "str | Image":
+    """Reads the text or image that a model of this configuration accepts.
+
+    Raises:
+        ValueError, OSError: it is none, or there is no such file, or an option does not apply to it.
+    """
+    if not isinstance(config, ToSTConfig):
+        if max_tokens is not None:
+            raise ValueError("max_tokens is for texts; this model reads images.")
+        return _open_image(input)
+    if image_size is not None:
+        raise ValueError("image_size is for images; this model reads texts.")
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}.")
+    if not isinstance(input, str | os.PathLike):
+        raise ValueError("This model reads texts, not images.")
+    name = text = os.fspath(input)
+    if os.path.isfile(name):
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{name!r} is not a text in UTF-8; this model reads texts.") from None
+    elif isinstance(input, os.PathLike) or re.fullmatch(r"\S*([/\\]\S*|\.[A-Za-z]\w*)", name):
+        raise FileNotFoundError(f"There is no file {name!r}.")
+    if not text:
+        raise ValueError(f"{name!r} is empty.")
+    return text
+
+
+def _open_image(input: "str | os.PathLike | Image") -> "Image":
+    require_extra("PIL")
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(input, Image.Image):
+        return input
+    if not os.path.isfile(input):
+        raise FileNotFoundError(f"There is no file {os.fspath(input)[:200]!r}; this model reads images.")
+    try:
+        return Image.open(input)
+    except UnidentifiedImageError:
+        raise ValueError(f"{os.fspath(input)!r} is not an image; this model reads images.") from None
+
+
+def _write_report(
+    model, processor_or_tokenizer, content: "str | Image", out_dir, layers, image_size: int | None, max_tokens: int | None
+) -> list[Path]:
     require_extra("matplotlib")
-    index, total = Path(out_dir, INDEX), len(tssa_layers(model))
+    index, tssa_numbers = Path(out_dir, INDEX), list(tssa_layers(model))
     is_report = index.exists() and GENERATOR in index.read_text(encoding="utf-8", errors="replace")
     for file in (Path(out_dir, name) for name in (INDEX, *CAPTIONS)):
         if file.exists() and not is_report:
             raise FileExistsError(f"{file} is not of an earlier report; name another folder, or move it away.")
-    numbers = [round(x) for x in torch.linspace(1, total, min(total, 6)).tolist()] if layers is None else layers
-    numbers = sorted({pick_layer(list(range(1, total + 1)), number) for number in numbers})
+    total = len(tssa_numbers)
+    spaced_numbers = [tssa_numbers[round(x)] for x in torch.linspace(0, total - 1, min(total, 6)).tolist()]
+    numbers = spaced_numbers if layers is None else sorted(set(layers))
+    for number in numbers:
+        check_layer(tssa_numbers, number)
     if not numbers:
         raise ValueError("layers is empty: name at least one layer, or leave it out.")
-    if find_modules(model, ToSTVisionPatchEmbeddings):
-        trace, facts, figures = _inspect_image(model, processor_or_tokenizer, input, numbers, image_size)
-    elif image_size is not None:
-        raise ValueError("image_size is for images; this is a language model.")
+    if isinstance(content, str):
+        unit = "token"
+        trace, facts, body, figures = _inspect_text(model, processor_or_tokenizer, content, numbers, max_tokens or MAX_TOKENS)
     else:
-        trace, facts, figures = _inspect_text(model, processor_or_tokenizer, input, numbers)
+        unit, body = "patch", ""
+        trace, facts, figures = _inspect_image(model, processor_or_tokenizer, content, numbers, image_size)
     terms = {name: quantities.compression_terms(trace, name) for name in quantities.NORMALIZATIONS}
     gram_layers = sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})
     grams = [quantities.subspace_gram(model, layer) for layer in gram_layers]
-    figures["compression.png"] = plots.plot_compression(terms)
+    figures["compression.png"] = plots.plot_compression(terms, trace.layers)
     figures["subspaces.png"] = plots.plot_subspace_grams(grams, trace.memberships.shape[2], gram_layers)
-    facts["Layers, heads"] = f"{total} layers of {trace.memberships.shape[2]} heads of width {trace.projections[0].shape[-1]}"
+    heads, width = trace.memberships.shape[2], trace.projections[0].shape[-1]
+    facts["Layers, heads"] = f"{total} TSSA layers of {heads} heads of width {width}"
+    others = [str(i) for i in range(model.config.num_hidden_layers) if i not in tssa_numbers]
+    if others:
+        facts["Without memberships"] = f"layers {', '.join(others)}: softmax attention"
     facts = {"Model": f"{type(model).__name__}, {model.config.name_or_path or 'built in memory'}"} | facts
     with staged_folder(Path(out_dir)) as folder:
         for name, figure in figures.items():
             figure.savefig(folder / name)
-        page = _render_page(facts, figures, _make_layer_table(trace, terms))
+        page = _render_page(facts, body, figures, _make_layer_table(trace, terms), unit)
         (folder / INDEX).write_text(page, encoding="utf-8")
     return [index, *(Path(out_dir, name) for name in figures)]
 
 
 def _inspect_image(
-    model, processor, input, layers: list[int], image_size: int | None
+    model, processor, image: "Image", layers: list[int], image_size: int | None
 ) -> tuple[ModelTrace, dict[str, str], dict[str, "Figure"]]:
-    pixel_values, picture = load_image(model, processor, input, image_size)
+    pixel_values, picture = load_image(model, processor, image, image_size)
     trace = trace_model(model, pixel_values=pixel_values)
-    indices = [layer - 1 for layer in layers]
+    indices = [trace.layers.index(layer) for layer in layers]
     maps = quantities.membership_maps(trace)[0, indices]
     rows, columns = maps.shape[-2:]
     entropy = quantities.membership_entropy(trace)[0, indices].unflatten(-1, (rows, columns))
     height, width = pixel_values.shape[-2:]
     facts = {"Pixels": f"{height} x {width}, as the model sees them", "Patches": f"{rows} x {columns}"}
+    if min(rows, columns) < MIN_PATCHES:
+        size = 2 * MIN_PATCHES * height // rows
+        facts["Patches"] += f", too few for maps with details; --image-size {size} draws them of a larger image"
     if trace.logits is not None:
         probability, label = trace.logits[0].softmax(-1).max(-1)
         facts["Predicted class"] = f"{model.config.id2label[int(label)]} ({probability:.1%})"
@@ -170,16 +279,15 @@ def _inspect_image(
     }
     if trace.class_attentions is not None:  # a backbone has none
         weights = quantities.class_attention_maps(trace)[0]
-        figures["class_attention.png"] = plots.plot_membership_maps(weights, picture, range(1, len(weights) + 1))
+        figures["class_attention.png"] = plots.plot_membership_maps(weights, picture, range(len(weights)))
     return trace, facts, figures
 
 
 def load_image(model, processor, input, image_size: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Loads an image as model input (1, C, height, width) and as picture for plots (height, width, 3), from 0 to 1."""
-    require_extra("PIL")
-    from PIL import Image, ImageOps
+    image = _open_image(input)
+    from PIL import ImageOps
 
-    image = input if isinstance(input, Image.Image) else Image.open(input)
     image = convert_image(ImageOps.exif_transpose(image), model.config.num_channels)
     processor = processor or make_image_processor(model.config)
     patch_size = find_modules(model, ToSTVisionPatchEmbeddings)[0].patch_size
@@ -202,47 +310,99 @@ def load_image(model, processor, input, image_size: int | None = None) -> tuple[
     return pixel_values, picture.clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0)
 
 
-def _inspect_text(model, tokenizer, input, layers: list[int]) -> tuple[ModelTrace, dict[str, str], dict[str, "Figure"]]:
+def _inspect_text(
+    model, tokenizer, text: str, layers: list[int], max_tokens: int
+) -> tuple[ModelTrace, dict[str, str], str, dict[str, "Figure"]]:
     if tokenizer is None:
         raise ValueError("A language model needs its tokenizer.")
-    is_file = isinstance(input, os.PathLike) or os.path.isfile(input)
-    input_ids = tokenizer(Path(input).read_text(encoding="utf-8") if is_file else input, return_tensors="pt")["input_ids"]
-    limit = model.config.max_position_embeddings
-    if input_ids.shape[1] > limit:
-        warnings.warn(f"The text has {input_ids.shape[1]} tokens; only the first {limit} are shown.", stacklevel=3)
-        input_ids = input_ids[:, :limit]
+    input_ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]  # verbose: warns of long texts
+    total = input_ids.shape[1]
+    input_ids = input_ids[:, : min(max_tokens, model.config.max_position_embeddings or total)]
+    shown = input_ids.shape[1]
     trace = trace_model(model, input_ids=input_ids)
-    indices = [layer - 1 for layer in layers]
+    indices = [trace.layers.index(layer) for layer in layers]
     maps = quantities.membership_maps(trace)[0, indices]
     figures = {
         "memberships.png": plots.plot_membership_tokens(maps, layers),
-        "entropy.png": plots.plot_entropy_by_position(quantities.entropy_by_position(trace), maps.shape[1]),
+        "entropy.png": plots.plot_entropy_by_position(quantities.entropy_by_position(trace), maps.shape[1], trace.layers),
     }
     if trace.log_decay is not None:
         decay, half_lives = quantities.token_decay(trace)[0, indices], quantities.half_life(trace)[0, indices]
         figures["decay.png"] = plots.plot_decay(decay, half_lives, layers)
-    return trace, {"Tokens": str(input_ids.shape[1])}, figures
+    facts = {"Tokens": f"{shown:,}" if shown == total else f"the first {shown:,} of {total:,}"}
+    return trace, facts, _render_text(_split_text(tokenizer, input_ids[0].tolist()), maps, layers), figures
+
+
+def _split_text(tokenizer, ids: list[int]) -> list[str]:
+    """The part of the text that each token adds; "" for a token that ends within a character."""
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    pieces, text = [], ""
+    for end in range(1, len(ids) + 1):
+        longer_text = tokenizer.decode(ids[:end], **options)
+        is_complete = not longer_text.endswith("\ufffd") or end == len(ids)
+        pieces.append(longer_text[len(text) :] if is_complete else "")
+        text = longer_text if is_complete else text
+    return pieces
+
+
+def _render_text(pieces: list[str], maps: torch.Tensor, layers: list[int]) -> str:
+    """The text in the colors of the strongest heads, once for each layer of `maps` (layers, H, T)."""
+    heads = maps.shape[1]
+    styles = [plots.head_style(head) for head in range(heads)]
+    css = "".join(f".head{head} {{ --head: {color} }} " for head, (color, _) in enumerate(styles))
+    classes = [f"head{head}" + (f" mark{mark}" if mark else "") for head, (_, mark) in enumerate(styles)]
+    sections = []
+    for layer, values in zip(layers, maps):
+        strength, strongest = plots.strongest_heads(values)
+        spans = (
+            f'<span class="{classes[head]}" style="--strength: {share:.2f}" '
+            f'title="token {i}: head {head}, {values[head, i]:.2f}">{html.escape(piece)}</span>'
+            for i, (piece, head, share) in enumerate(zip(pieces, strongest.tolist(), strength.tolist()))
+        )
+        is_open = " open" if layer == layers[-1] else ""
+        sections.append(f'<details{is_open}><summary>Layer {layer}</summary><p class="text">{"".join(spans)}</p></details>')
+    legend = " ".join(f'<span class="{name}">head {head}</span>' for head, name in enumerate(classes))
+    return f"""<style>{css}</style>
+<h2>The text and its strongest heads</h2>
+<p>Each token has the color of the head with its largest membership; the paler, the less it
+exceeds the uniform value 1 / H.</p>
+<p class="legend">{legend}</p>
+{"".join(sections)}"""
 
 
 def _make_layer_table(trace: ModelTrace, terms: dict) -> list[list[str]]:
-    table = [["layer", "entropy of Pi", "fraction of ln H", "R, tokens", "R_c, tokens", "R, channels", "R_c, channels"]]
+    table = [["layer", "entropy", "of ln H", "R, tokens", "R_c, tokens", "R, channels", "R_c, channels"]]
     heads, entropy = trace.memberships.shape[2], quantities.membership_entropy(trace)[0].nanmean(-1)
-    for i, value in enumerate(entropy.tolist()):
+    for i, (layer, value) in enumerate(zip(trace.layers, entropy.tolist())):
         rates = [x[0, i] for name in quantities.NORMALIZATIONS for x in terms[name]]
-        fraction = value / math.log(heads) if heads > 1 else math.nan
-        table.append([str(i + 1), f"{value:.3f}", f"{fraction:.3f}", *(f"{x:.2f}" for x in rates)])
+        fraction = f"{value / math.log(heads):.0%}" if heads > 1 else "-"
+        table.append([str(layer), f"{value:.3f}", fraction, *(f"{x:.2f}" for x in rates)])
     return table
 
 
-def _render_page(facts: dict[str, str], figures: dict[str, "Figure"], table: list[list[str]]) -> str:
-    facts_table, layer_table = (
-        "\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        for rows in (facts.items(), table)
+def _render_page(facts: dict[str, str], body: str, figures: dict[str, "Figure"], table: list[list[str]], unit: str) -> str:
+    facts_html = "\n".join(f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in facts.items())
+    header, *rows = table
+    table_html = "\n".join(
+        "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in row) + "</tr>"
+        for tag, row in [("th", header), *(("td", row) for row in rows)]
     )
-    images_html = "\n".join(f"<p><img src='{name}' alt=''><br>{html.escape(CAPTIONS[name])}</p>" for name in figures)
+    captions = {name: [text.format(unit=unit) for text in CAPTIONS[name]] for name in figures}
+    figures_html = "\n".join(
+        f"<h2>{title}</h2>\n<p>{caption}</p>\n<a href='{name}'><img src='{name}' alt='{title}'></a>"
+        for name, (title, caption) in captions.items()
+    )
     return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">{GENERATOR}<title>Inside a ToST model</title><style>{STYLE}</style></head>
-<body><h1>Inside a ToST model</h1><table>{facts_table}</table>
-{images_html}
-<h2>Numbers of each layer</h2><table>{layer_table}</table></body></html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">{GENERATOR}<title>Inside a ToST model</title><style>{STYLE}</style></head>
+<body><h1>Inside a ToST model</h1>
+<p class="quiet">Layers and heads are counted from 0, as in the names of the weights (layers.0).
+Select a figure to enlarge it.</p>
+<table class="facts">{facts_html}</table>
+{body}
+{figures_html}
+<h2>Numbers of each layer</h2>
+<p>Mean entropy of the memberships, in nats and as a fraction of ln H; R and R_c with each token, or each
+channel, at unit norm.</p>
+<table class="numbers">{table_html}</table></body></html>
 """

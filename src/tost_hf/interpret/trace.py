@@ -3,7 +3,8 @@
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,6 +34,7 @@ class ModelTrace:
     """What `trace_model` recorded, on the CPU. B batch, T tokens or patches, L TSSA layers, H heads, p head dimension.
 
     Attributes:
+        layers: the number of each TSSA layer in the model, from 0 as in the names of its weights (`layers.0`).
         projections: w of each TSSA layer, (B, T, H, p), in the model's dtype.
         memberships: Pi, (B, L, H, T), float64; 0 at padding.
         mask: (B, T), true at real tokens.
@@ -42,6 +44,7 @@ class ModelTrace:
         log_decay: (B, L, H, T), float64; 0 at padding; None without decay.
     """
 
+    layers: tuple[int, ...]
     projections: tuple[torch.Tensor, ...]
     memberships: torch.Tensor
     mask: torch.Tensor
@@ -96,7 +99,7 @@ def trace_model(
         class_attentions.append(output[1][:, :, 0, 1:].cpu().double())  # without the class token
 
     with _evaluation_mode(model), contextlib.ExitStack() as hooks:
-        for layer in layers:
+        for layer in layers.values():
 
             def record_projection(in_proj, args, output, layer=layer):
                 projections.append(output.cpu())
@@ -120,6 +123,7 @@ def trace_model(
     mask = inputs.get("attention_mask", torch.ones(B, T)).bool().cpu()
     log_decay = torch.stack(log_decays, 1).transpose(2, 3).masked_fill(~mask[:, None, None], 0) if log_decays else None
     return ModelTrace(
+        layers=tuple(layers),
         projections=tuple(w.view(B, T, heads, -1) for w in projections),
         memberships=torch.stack(memberships, 1),
         mask=mask,
@@ -130,13 +134,19 @@ def trace_model(
     )
 
 
-def tssa_layers(model: nn.Module) -> list[TokenStatisticsSelfAttention]:
-    """The TSSA layers of a model, first to last.
+def tssa_layers(model: nn.Module) -> dict[int, TokenStatisticsSelfAttention]:
+    """The TSSA layers of a model, first to last, by the layer's number in the model: from 0, as in the names of its weights.
+
+    A hybrid has none in its layers of softmax attention.
 
     Raises:
         ValueError: the model has none.
     """
-    layers = find_modules(model, TokenStatisticsSelfAttention)
+    layers: dict[int, TokenStatisticsSelfAttention] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, TokenStatisticsSelfAttention):
+            number = re.search(r"\blayers\.(\d+)\.", name)
+            layers[int(number[1]) if number else len(layers)] = module
     if not layers:
         raise ValueError(f"This {type(model).__name__} has no memberships, which only TSSA layers have.")
     return layers
@@ -159,8 +169,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def pick_layer(layers: list, layer: int):
-    """Returns the layer with this number, counted from 1; raises a ValueError if there is none."""
-    if not 1 <= layer <= len(layers):
-        raise ValueError(f"There is no layer {layer}: the model's TSSA layers count from 1 to {len(layers)}.")
-    return layers[layer - 1]
+def check_layer(layers: Collection[int], layer: int) -> None:
+    """Raises a ValueError if this is none of the numbers of the model's TSSA layers."""
+    if layer not in layers:
+        raise ValueError(f"There is no TSSA layer {layer}: the model's are {', '.join(map(str, layers))}, counted from 0.")
