@@ -152,6 +152,14 @@ def export_placeholder(source, folder, **options):
         (folder / name).write_text("{}")
 
 
+def test_first_prompt(tmp_path):
+    """That of the model card's first example, if it has any."""
+    folder = language_folder(tmp_path)
+    assert writing._find_prompt(folder) == "Once upon a time"
+    (folder / "README.md").write_text("---\nlicense: mit\nwidget:\n- text: import os\n- text: second\n---\n")
+    assert writing._find_prompt(folder) == "import os"
+
+
 def test_publishing_a_space(hub, clients, npm, tmp_path, monkeypatch):
     """In one commit, with the metadata that the Hub requires; unchanged files are not uploaded again."""
     monkeypatch.setattr(writing, "export_model", export_placeholder)
@@ -279,27 +287,32 @@ def check_second_token(page, model, ids, letter):
     page.find("text").send_keys(ARROW_RIGHT, ARROW_RIGHT)
     with torch.no_grad():
         expected = model.model(torch.tensor([ids]), output_memberships=True).memberships[-1][0, :, 1]
-    assert page["token"].startswith(f"Token 2, “{letter}”: strongest head {int(expected.argmax()) + 1} of layer 2")
+    assert page["token"].startswith(f"Token 2, “{letter}”: strongest head {int(expected.argmax())} of layer 1")
     assert parse_percents(page["memberships"]) == pytest.approx((100 * expected).tolist(), abs=0.1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "first_layer, count, bytes_at_length",
-    [(CAUSAL_STATISTICS, 490, lambda length: 1056), (FULL_ATTENTION, 20, lambda length: 528 + 512 * length)],
+    "first_layer, count, state_at_length",
+    [
+        (CAUSAL_STATISTICS, 490, lambda length: "1.06 KB, constant"),
+        (FULL_ATTENTION, 20, lambda length: f"{(528 + 512 * length) / 1000:.1f} KB, growing"),
+    ],
     ids=["linear", "hybrid"],
 )
-def test_text_generation(tmp_path, driver, libraries, first_layer, count, bytes_at_length):
+def test_text_generation(tmp_path, driver, libraries, first_layer, count, state_at_length):
     """Greedy tokens equal the model's; the state grows only by keys and values of attention layers."""
     layer_types = [first_layer, CAUSAL_STATISTICS]
     model = save_language_model(tmp_path / "model", max_position_embeddings=None, layer_types=layer_types)
     with open_page(driver, write_space(tmp_path / "model", tmp_path / "page", title="A page")) as page:
         assert driver.title == page["title"] == "A page"
+        assert page.find("prompt").get_attribute("value") == "Once upon a time"
         page.fill_in("prompt", PROMPT)
         for button, tokens in (("write", 10), ("more", count)):
             page.generate(button, tokens)
             ids = page.ids()
-            assert page["state"] == f"{bytes_at_length(len(ids)):,} bytes"
+            assert page["state"] == state_at_length(len(ids))
+            assert ("528 bytes in the TSSA layers are constant" in page["growth"]) == (first_layer == FULL_ATTENTION)
             assert page["tokens"] == str(len(ids)) and float(page["speed"]) > 0
         num_new = 10 + count
         assert len(ids) == len(PROMPT.encode()) + num_new and ids == generate_greedily(model, ids[:-num_new], num_new)
@@ -327,11 +340,14 @@ def test_keyboard_and_last_position(tmp_path, driver, libraries):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("crop, shapes", [("center", [(16, 16), (50, 37)]), ("squash", [(21, 64)])])
-def test_image_classification(tmp_path, driver, libraries, crop, shapes):
-    """Images of any shape: classes and memberships equal those of the model."""
+@pytest.mark.parametrize(
+    "crop, patch_size, map_size, shapes", [("center", 4, 128, [(16, 16), (50, 37)]), ("squash", 2, 16, [(21, 64)])]
+)
+def test_image_classification(tmp_path, driver, libraries, crop, patch_size, map_size, shapes):
+    """Images of any shape: classes and memberships equal those of the model; maps of few patches are of larger images."""
     labels = {i: f"kind <{i}>" for i in range(6)}
-    model = randomize(tost_hf.ToSTForImageClassification(small_vision_config(num_labels=6, id2label=labels))).eval()
+    config = small_vision_config(num_labels=6, id2label=labels, patch_size=patch_size)
+    model = randomize(tost_hf.ToSTForImageClassification(config)).eval()
     processor = make_image_processor(model.config, crop=crop)
     for saved in (model, processor):
         saved.save_pretrained(tmp_path / "model")
@@ -340,7 +356,9 @@ def test_image_classification(tmp_path, driver, libraries, crop, shapes):
             picture = Image.fromarray(torch.randint(256, (*shape, 3), dtype=torch.uint8).numpy())
             picture.save(tmp_path / f"{i}.png")
             with torch.no_grad():
-                expected = model(**processor(picture, return_tensors="pt"), output_memberships=True)
+                expected = model(**processor(picture, return_tensors="pt"))
+                inputs = make_image_processor(map_size, crop=crop)(picture, return_tensors="pt")
+                memberships = model(**inputs, output_memberships=True).memberships[0][0]
             probabilities, classes = expected.logits[0].softmax(-1).sort(descending=True)
             page.find("file").send_keys(str(tmp_path / f"{i}.png"))
             page.wait(lambda status=f"{i}.png: {labels[int(classes[0])]}": page["status"] == status)
@@ -348,8 +366,12 @@ def test_image_classification(tmp_path, driver, libraries, crop, shapes):
             assert [item[0] for item in items] == [labels[int(i)] for i in classes[:5]]
             percents = parse_percents("\n".join(item[1] for item in items))
             assert percents == pytest.approx((100 * probabilities[:5]).tolist(), abs=0.2)
-            captions = page.driver.find_elements("tag name", "figcaption")
-            for caption, head in zip(captions, expected.memberships[-1][0], strict=True):
-                extremes = [100 * float(head.min()), 100 * float(head.max())]
+            _, *captions = page.driver.find_elements("tag name", "figcaption")  # the first is of the image
+            for head, (caption, membership) in enumerate(zip(captions, memberships, strict=True)):
+                extremes = [100 * float(membership.min()), 100 * float(membership.max())]
+                assert caption.text.startswith(f"Head {head}: ")
                 assert parse_percents(caption.text) == pytest.approx(extremes, abs=0.5)
+            assert ("of the image at 128 " in page["membership"]) == (map_size == 128)
+        page.find("samples").find_element("css selector", "[alt=rocket]").click()
+        page.wait(lambda: page["status"].startswith("rocket.jpg: kind"))
         page.check_layout(tmp_path)

@@ -27,7 +27,7 @@ MODEL_FILES = (  # patterns of published files, besides the weights, the card's 
     *(*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("additional_chat_templates/*.jinja", *IMAGE_PROCESSOR_FILES, *RECORDS),
 )
-SPACE_FILES = (CARD, "space.json", "index.html", "tost.js", "vendor/*", "model/*")  # as `tost-hf space` writes them
+SPACE_FILES = (CARD, "space.json", "index.html", "tost.js", "samples/*", "vendor/*", "model/*")  # of `tost-hf space`
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp")
 TEXT_SUFFIXES = (".json", ".jinja", ".md", ".txt", ".py", ".js", ".html")
 HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")

@@ -25,6 +25,8 @@ from .packages import RUNTIME, TOKENIZERS, unpack
 
 
 PAGE_FILES = ("index.html", "tost.js")
+SAMPLES = ("cat.jpg", "coffee.jpg", "rocket.jpg")  # of examples/photos, which names their licenses
+PROMPT = "Once upon a time"
 VENDOR = "vendor"
 MODEL = "model"  # the output folder of `export_model`
 SPACE_DESCRIPTION = "space.json"  # metadata for the page, in addition to export.json
@@ -86,9 +88,11 @@ def write_space(
         "heads": [dict(zip(("color", "mark"), head_style(head))) for head in range(config.num_attention_heads)],
     }
     if isinstance(config, ToSTVisionConfig):
-        metadata["image"] = _read_preprocessing(config, source)
+        metadata |= {"image": _read_preprocessing(config, source), "samples": SAMPLES}
     elif tokenizer is None and not any((source / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(f"{source} has no tokenizer, which the page needs: name one (--tokenizer).")
+    else:
+        metadata["prompt"] = _find_prompt(source)
     with staged_folder(target) as folder:
         (folder / VENDOR).mkdir()
         unpack((RUNTIME,) if "image" in metadata else (RUNTIME, TOKENIZERS), folder / VENDOR, npm)
@@ -97,10 +101,20 @@ def write_space(
             raise ValueError("The tokenizer has no tokenizer.json, which the page needs: name a fast tokenizer (--tokenizer).")
         content = json.dumps(metadata, indent=1, ensure_ascii=False) + "\n"
         (folder / SPACE_DESCRIPTION).write_text(content, encoding="utf-8")
-        for name in PAGE_FILES:
-            shutil.copyfile(str(resources.files(__package__) / "page" / name), folder / name)
+        targets = {name: folder / name for name in PAGE_FILES}
+        targets |= {name: folder / "samples" / name for name in metadata.get("samples", ())}
+        for name, path in targets.items():
+            path.parent.mkdir(exist_ok=True)
+            shutil.copyfile(str(resources.files(__package__) / "page" / name), path)
         (folder / CARD).write_text(_make_card(metadata["title"], os.fspath(model), source), encoding="utf-8")
     return target
+
+
+def _find_prompt(source: Path) -> str:
+    """The prompt that the page starts with: the first example of the model card (`widget`), if it has any."""
+    widget = load_card(source / CARD).data.get("widget") if (source / CARD).is_file() else None
+    texts = [example["text"] for example in widget or () if isinstance(example, dict) and isinstance(example.get("text"), str)]
+    return texts[0] if texts else PROMPT
 
 
 def _read_preprocessing(config: ToSTVisionConfig, source: Path) -> dict[str, Any]:

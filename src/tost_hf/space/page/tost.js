@@ -5,7 +5,11 @@ import * as ort from "./vendor/ort.wasm.bundle.min.mjs";
 const $ = (id) => document.getElementById(id);
 const formatNumber = (x) => Math.round(x).toLocaleString("en");
 const formatPercent = (x) => `${(100 * x).toFixed(1)}\u00a0%`;
-const formatBytes = (x) => `${formatNumber(x)} bytes`;
+const formatBytes = (x) => {
+  if (x < 1000) return `${x}\u00a0bytes`;
+  const [size, unit] = x < 999500 ? [x / 1e3, "KB"] : [x / 1e6, "MB"];
+  return `${size < 100 ? size.toPrecision(3) : formatNumber(size)}\u00a0${unit}`;
+};
 const resolveUrl = (name) => new URL(name, import.meta.url).href;
 const setStatus = (text) => { $("status").textContent = text; };
 
@@ -14,6 +18,7 @@ ort.env.wasm.wasmPaths = { wasm: resolveUrl("vendor/ort-wasm-simd-threaded.wasm"
 ort.env.logLevel = "error";
 
 const PREFILL_CHUNK_SIZE = 64;
+const MIN_PATCHES = 8, ENLARGED_PATCHES = 32; // rows and columns: with fewer a map shows little; of an enlarged image
 
 async function readJson(name) {
   const response = await fetch(resolveUrl(name));
@@ -36,10 +41,10 @@ function createBar(label, fraction, color) {
     createElement("b", { textContent: formatPercent(fraction) }));
 }
 
-/** Adds an option for each layer index; its value is the position in the list. */
-function addLayerOptions(select, layers, redraw) {
-  layers.forEach((layer, i) => select.append(new Option(layer + 1, i)));
-  select.value = layers.length - 1;
+/** Adds an option for each layer of the model, counted from 0; its value is the position in the list. */
+function addLayerOptions(select, layers, selected, redraw) {
+  layers.forEach((layer, i) => select.append(new Option(layer, i)));
+  select.value = selected;
   select.addEventListener("change", redraw);
 }
 
@@ -63,8 +68,13 @@ class StatefulModel {
     }
   }
 
+  /** The bytes of the state: of constant size, and of keys and values, which grow in layers of softmax attention. */
   get stateBytes() {
-    return Object.values(this.state).reduce((sum, tensor) => sum + tensor.data.byteLength, 0);
+    const bytes = { constant: 0, growing: 0 };
+    for (const { input, shape } of this.metadata.state) {
+      bytes[shape.includes("cached") ? "growing" : "constant"] += this.state[input].data.byteLength;
+    }
+    return bytes;
   }
 
   /** Processes tokens; returns the logits of the next token and the memberships (layers, heads, tokens) of the tokens. */
@@ -123,7 +133,7 @@ class TokenDecoder {
 class TokenView {
   constructor(metadata) {
     Object.assign(this, { metadata, box: $("text"), tokens: [], selected: -1 });
-    addLayerOptions($("layer"), metadata.statistics_layers, () => this.recolor());
+    addLayerOptions($("layer"), metadata.statistics_layers, metadata.statistics_layers.length - 1, () => this.recolor());
     this.box.addEventListener("click", (event) => this.select(this.tokens.findIndex((t) => t.span === event.target)));
     this.box.addEventListener("keydown", (event) => this.handleKey(event));
     this.clear();
@@ -194,10 +204,10 @@ class TokenView {
     const layer = Number($("layer").value);
     const { heads, statistics_layers: layers } = this.metadata;
     const { head } = this.findStrongestHead(token, layer);
-    const strongestHead = `strongest head ${head + 1} of layer ${layers[layer] + 1}`;
+    const strongestHead = `strongest head ${head} of layer ${layers[layer]}`;
     $("token").textContent = `Token ${index + 1}, “${token.string}”: ${strongestHead}`;
     heads.forEach(({ color }, h) => {
-      $("memberships").append(createBar(`Head ${h + 1}`, token.memberships[layer * heads.length + h], color));
+      $("memberships").append(createBar(`Head ${h}`, token.memberships[layer * heads.length + h], color));
     });
   }
 }
@@ -208,6 +218,7 @@ class LanguagePage {
     const model = new StatefulModel(session, metadata);
     Object.assign(this, { metadata, tokenizer, model, tokenView: new TokenView(metadata), running: false });
     $("language").hidden = false;
+    $("prompt").value = metadata.prompt;
     $("ask").addEventListener("submit", (event) => { event.preventDefault(); this.start(); });
     $("more").addEventListener("click", () => this.generate());
     $("stop").addEventListener("click", () => { this.running = false; });
@@ -287,7 +298,12 @@ class LanguagePage {
   showState() {
     const { length, stateBytes } = this.model;
     const { depth, width } = this.metadata;
-    $("state").textContent = formatBytes(stateBytes);
+    const { constant, growing } = stateBytes;
+    const grows = this.metadata.state.some(({ shape }) => shape.includes("cached"));
+    $("state").textContent = `${formatBytes(constant + growing)}, ${grows ? "growing" : "constant"}`;
+    $("growth").hidden = !grows;
+    $("growth").textContent = `Of the state, ${formatBytes(constant)} in the TSSA layers are constant; ` +
+      `${formatBytes(growing)} are keys and values of the attention layers, which grow.`;
     $("tokens").textContent = formatNumber(length);
     $("softmax").textContent = formatBytes(2 * 4 * depth * width * length); // keys and values in float32
   }
@@ -399,7 +415,15 @@ class VisionPage {
     $("vision").hidden = false;
     $("file").disabled = false;
     $("membership").hidden = !metadata.outputs.some(({ name }) => name === "memberships");
-    addLayerOptions($("depth"), [...Array(metadata.depth).keys()], () => this.showMaps());
+    const { depth, labels, samples } = metadata;
+    addLayerOptions($("depth"), [...Array(depth).keys()], (depth - 1) >> 1, () => this.showMaps());
+    if (labels.length <= 20) $("labels").textContent = `The model knows ${labels.length} classes: ${labels.join(", ")}.`;
+    $("samples").append(...samples.map((name) => {
+      const button = createElement("button", { type: "button", title: name },
+        createElement("img", { src: resolveUrl(`samples/${name}`), alt: name.split(".")[0] }));
+      button.addEventListener("click", () => this.openSample(name));
+      return button;
+    }));
     $("file").addEventListener("change", () => this.openFile($("file").files[0]));
     addEventListener("paste", (event) => this.openFile(event.clipboardData.files[0]));
     for (const type of ["dragover", "dragleave", "drop"]) {
@@ -410,6 +434,11 @@ class VisionPage {
       });
     }
     setStatus("Ready.");
+  }
+
+  async openSample(name) {
+    const response = await fetch(resolveUrl(`samples/${name}`));
+    await this.openFile(new File([await response.blob()], name));
   }
 
   async openFile(file) {
@@ -437,20 +466,41 @@ class VisionPage {
   }
 
   async classify(image) {
-    const { height, width, scale, mean, std } = this.metadata.image;
-    const modelImage = preprocess(image, this.metadata.image);
-    const values = new Float32Array(3 * height * width);
-    for (let i = 0; i < height * width; i++) {
-      for (let c = 0; c < 3; c++) values[c * height * width + i] = (modelImage.data[4 * i + c] * scale - mean[c]) / std[c];
-    }
+    const { height, width } = this.metadata.image;
     await new Promise((resolve) => setTimeout(resolve)); // time to draw the status
-    const results = await this.session.run({ pixel_values: new ort.Tensor("float32", values, [1, 3, height, width]) });
-    this.memberships = results.memberships?.data;
+    const { modelImage, results } = await this.run(image, 1);
     $("results").hidden = false;
     Object.assign($("image"), { width, height });
     $("image").getContext("2d").putImageData(modelImage, 0, 0);
     this.showClasses(results.logits.data);
-    if (this.memberships) this.showMaps();
+    if (!results.memberships) return;
+    const grid = Math.min(height, width) / this.metadata.patch_size;
+    const scale = grid < MIN_PATCHES ? Math.ceil(ENLARGED_PATCHES / grid) : 1;
+    this.maps = scale === 1 ? { modelImage, results } : await this.run(image, scale);
+    $("scaled").hidden = scale === 1;
+    $("scaled").textContent = `The model classifies ${height} × ${width} pixels, too few patches for a map; ` +
+      `these are of the image at ${scale * height} × ${scale * width} pixels.`;
+    this.showMaps();
+  }
+
+  /** Runs the model on an image at `scale` times the size that it classifies. */
+  async run(image, scale) {
+    const { shortest_edge, resized, height, width, scale: factor, mean, std } = this.metadata.image;
+    const [newHeight, newWidth] = [scale * height, scale * width];
+    const modelImage = preprocess(image, {
+      ...this.metadata.image,
+      shortest_edge: scale * shortest_edge,
+      resized: resized?.map((side) => scale * side),
+      height: newHeight,
+      width: newWidth,
+    });
+    const size = newHeight * newWidth;
+    const values = new Float32Array(3 * size);
+    for (let i = 0; i < size; i++) {
+      for (let c = 0; c < 3; c++) values[c * size + i] = (modelImage.data[4 * i + c] * factor - mean[c]) / std[c];
+    }
+    const pixels = new ort.Tensor("float32", values, [1, 3, newHeight, newWidth]);
+    return { modelImage, results: await this.session.run({ pixel_values: pixels }) };
   }
 
   showClasses(logits) {
@@ -463,24 +513,28 @@ class VisionPage {
   }
 
   showMaps() {
-    if (!this.memberships) return;
-    const { image: { height, width }, patch_size: patch, heads: { length: heads } } = this.metadata;
+    if (!this.maps) return;
+    const { modelImage, results } = this.maps;
+    const { patch_size: patch, heads: { length: heads } } = this.metadata;
     const layer = Number($("depth").value);
-    const [gridHeight, gridWidth] = [height / patch, width / patch];
+    const [gridHeight, gridWidth] = [modelImage.height / patch, modelImage.width / patch];
     const size = gridHeight * gridWidth;
-    const memberships = this.memberships.subarray(layer * heads * size, (layer + 1) * heads * size);
-    const min = memberships.reduce((a, b) => Math.min(a, b)), max = memberships.reduce((a, b) => Math.max(a, b));
-    $("maps").replaceChildren(...Array.from({ length: heads }, (_, head) => {
-      const map = memberships.subarray(head * size, (head + 1) * size);
-      const image = new ImageData(gridWidth, gridHeight);
-      map.forEach((value, i) => image.data.set([...viridis((value - min) / Math.max(max - min, 1e-12)), 255], 4 * i));
-      const canvas = createElement("canvas", { width: gridWidth, height: gridHeight, role: "img" });
-      canvas.getContext("2d").putImageData(image, 0, 0);
-      const caption = `Head ${head + 1}: ${formatPercent(Math.min(...map))} to ${formatPercent(Math.max(...map))}`;
-      canvas.ariaLabel = `${caption} of a patch, in layer ${layer + 1}`;
-      return createElement("figure", {}, canvas, createElement("figcaption", { textContent: caption }));
-    }));
+    const figures = Array.from({ length: heads }, (_, head) => {
+      const map = results.memberships.data.subarray((layer * heads + head) * size, (layer * heads + head + 1) * size);
+      const min = Math.min(...map), max = Math.max(...map);
+      const pixels = new ImageData(gridWidth, gridHeight);
+      map.forEach((value, i) => pixels.data.set([...viridis((value - min) / Math.max(max - min, 1e-12)), 255], 4 * i));
+      const caption = `Head ${head}: ${formatPercent(min)} to ${formatPercent(max)}`;
+      return createFigure(pixels, caption, `${caption} of a patch, in layer ${layer}`);
+    });
+    $("maps").replaceChildren(createFigure(modelImage, "The image", "The image"), ...figures);
   }
+}
+
+function createFigure(pixels, caption, ariaLabel) {
+  const canvas = createElement("canvas", { width: pixels.width, height: pixels.height, role: "img", ariaLabel });
+  canvas.getContext("2d").putImageData(pixels, 0, 0);
+  return createElement("figure", {}, canvas, createElement("figcaption", { textContent: caption }));
 }
 
 // Start -------------------------------------------------------------------------------------------------------------
