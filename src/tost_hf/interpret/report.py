@@ -267,7 +267,7 @@ def _inspect_image(
     height, width = pixel_values.shape[-2:]
     facts = {"Pixels": f"{height} x {width}, as the model sees them", "Patches": f"{rows} x {columns}"}
     if min(rows, columns) < MIN_PATCHES:
-        size = 2 * MIN_PATCHES * height // rows
+        size = 4 * MIN_PATCHES * height // rows
         facts["Patches"] += f", too few for maps with details; --image-size {size} draws them of a larger image"
     if trace.logits is not None:
         probability, label = trace.logits[0].softmax(-1).max(-1)
