@@ -477,9 +477,12 @@ class VisionPage {
     const grid = Math.min(height, width) / this.metadata.patch_size;
     const scale = grid < MIN_PATCHES ? Math.ceil(ENLARGED_PATCHES / grid) : 1;
     this.maps = scale === 1 ? { modelImage, results } : await this.run(image, scale);
-    $("scaled").hidden = scale === 1;
-    $("scaled").textContent = `The model classifies ${height} × ${width} pixels, too few patches for a map; ` +
-      `these are of the image at ${scale * height} × ${scale * width} pixels.`;
+    $("note").textContent = "The memberships of a patch add up to 1; equal ones would be " +
+      `${formatPercent(1 / this.metadata.heads.length)}. Bright is the maximum of a head, dark the minimum.`;
+    if (scale > 1) {
+      $("note").textContent += ` The model classifies ${height} × ${width} pixels, too few patches for a map; ` +
+        `these are of the image at ${scale * height} × ${scale * width} pixels.`;
+    }
     this.showMaps();
   }
 
