@@ -181,7 +181,7 @@ def plot_decay(decay: torch.Tensor, half_lives: torch.Tensor, layers: Sequence[i
     figure = plot_membership_tokens(decay, layers, line=0.14)
     for axis, half_life in zip(figure.axes, half_lives.tolist()):  # the strips come before their color bars
         half_life_axis = axis.secondary_yaxis("right")
-        half_life_axis.set_yticks(range(len(half_life)), [f"{tokens:.2g}" for tokens in half_life], fontsize=7)
+        half_life_axis.set_yticks(range(len(half_life)), [f"{x:.2g}" if x < 10 else f"{x:.0f}" for x in half_life], fontsize=7)
         half_life_axis.set_ylabel("half-life,\ntokens", fontsize=7)
     return figure
 
