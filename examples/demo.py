@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import script_setup  # noqa: F401
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

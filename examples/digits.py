@@ -10,6 +10,7 @@ and plots the memberships of a digit's patches in every layer and head (membersh
 import argparse
 from pathlib import Path
 
+import script_setup  # noqa: F401
 import numpy as np
 import torch
 from PIL import Image

@@ -18,6 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import script_setup  # noqa: F401
 import pyarrow.compute
 import torch
 from classification import label_names

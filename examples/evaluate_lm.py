@@ -26,6 +26,7 @@ import sys
 from dataclasses import dataclass
 from itertools import chain
 
+import script_setup  # noqa: F401
 import torch
 from datasets import Dataset
 from evaluation import (

@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import script_setup  # noqa: F401
 from datasets import concatenate_datasets
 from scripting import HubArguments, load_pretrained, parse_args, read_dataset, run
 from texts import TextArguments, load_files, pack, tokenizer_fingerprint

@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import script_setup  # noqa: F401
 import scripting
 import torch
 from classification import (

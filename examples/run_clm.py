@@ -13,6 +13,7 @@ import logging
 import sys
 from dataclasses import dataclass
 
+import script_setup  # noqa: F401
 import scripting
 from datasets import Dataset
 from scripting import check_actions, load_pretrained, override_config, parse_args, run, set_up_logging

@@ -19,6 +19,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import script_setup  # noqa: F401
 import datasets
 import scripting
 import torch

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import datasets
-import library_warnings  # noqa: F401
 import torch
 import transformers
 import yaml

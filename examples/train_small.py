@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import script_setup  # noqa: F401
 import evaluate_lm
 import run_clm
 import torch

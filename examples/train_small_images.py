@@ -22,6 +22,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import script_setup  # noqa: F401
 import run_image_classification as script
 import torch
 from classification import class_section

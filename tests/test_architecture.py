@@ -11,11 +11,11 @@ from tost_hf.model.base_tost import AUTO_MAPS, code_files
 SOURCE = Path(__file__).parents[1] / "src" / "tost_hf"
 # Packages and single modules, lowest layer first; each may import only from lower layers and from itself.
 LAYERS = (
-    ("model", "files", "transformers_patches", "version"),
+    ("model", "extras", "files", "transformers_patches", "version"),
     ("cache_files",),
     ("image_processing",),
     ("hub", "parallel"),
-    ("training", "convert", "export", "interpret", "vllm"),
+    ("training", "convert", "export", "interpret", "serving", "vllm"),
     ("space",),
     ("__init__",),
     ("cli",),

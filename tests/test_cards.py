@@ -305,26 +305,28 @@ def test_existing_card_is_not_overwritten(bare_folder, capsys):
     content = path.read_bytes()
     assert cli.main(["card", str(bare_folder), "--license", "apache-2.0"]) == 1
     assert "--overwrite" in capsys.readouterr().err and path.read_bytes() == content
-    assert cli.main(["publish", str(bare_folder), "me/tiny", "--card", "--dry-run"]) == 0
-    assert "stays as it is" in capsys.readouterr().out and path.read_bytes() == content
+    publish = ["publish", str(bare_folder), "me/tiny", "--dry-run", "--license"]
+    assert cli.main([*publish, "apache-2.0"]) == 1 and "the license 'mit'" in capsys.readouterr().err
+    assert cli.main([*publish, "mit"]) == 0 and path.read_bytes() == content
     assert cli.main(["card", str(bare_folder), "--license", "apache-2.0", "--overwrite"]) == 0
     card = ModelCard.load(path)
     assert card.data.license == "apache-2.0" and "Mine" not in card.text
     assert [path.name for path in bare_folder.glob("*README*")] == ["README.md"]  # no temporary file is left
 
 
-def test_publish_writes_a_missing_card(bare_folder, capsys):
-    """It must name a license, which the card does not have by default."""
+def test_publish_completes_the_card(bare_folder, capsys):
+    """It must name a license, which a card does not have by default."""
     publish = ["publish", str(bare_folder), "me/other", "--tag", "v1", "--dry-run"]
-    assert cli.main([*publish, "--license", "mit"]) == 1 and "--card" in capsys.readouterr().err
-    assert cli.main([*publish, "--card", "--license", "mit"]) == 0 and "nothing was sent" in capsys.readouterr().out
+    assert cli.main(publish) == 1 and "--license" in capsys.readouterr().err
+    assert cli.main([*publish, "--license", "mit"]) == 0 and "nothing was sent" in capsys.readouterr().out
     card = ModelCard.load(bare_folder / "README.md")
     assert card.data.license == "mit" and '("me/other", revision="v1", trust_remote_code=True)' in card.text
     path = write_card(bare_folder, overwrite=True)
-    assert ModelCard.load(path).data.license is None
-    assert cli.main(publish) == 1 and "license: apache-2.0" in capsys.readouterr().err
-    path.write_text(path.read_text().replace("---\n", "---\nlicense: apache-2.0\n", 1))
-    assert cli.main(publish) == 0
+    path.write_text(f"{path.read_text()}\n## Mine\n")
+    assert cli.main(publish) == 1 and "--license" in capsys.readouterr().err
+    assert cli.main([*publish, "--license", "apache-2.0"]) == 0
+    card = ModelCard.load(path)
+    assert card.data.license == "apache-2.0" and "## Mine" in card.text and '("me/other")' in card.text
 
 
 # Code blocks ----------------------------------------------------------------------------------------------------------

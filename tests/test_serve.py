@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 from hub_clients import language_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,13 +38,23 @@ def test_completions_and_chat(tmp_path):
             assert request_choice("/v1/completions", prompt="import os")["text"] == expected
             messages = [{"role": "user", "content": "import os"}]
             assert request_choice("/v1/chat/completions", messages=messages)["message"]["content"] == expected
-            assert json.load(urllib.request.urlopen(address + "/v1/models", timeout=60))["data"] == []
+            samples = {
+                request_choice("/v1/completions", prompt="import os", temperature=None, seed=n)["text"] for n in range(5)
+            }
+            assert len(samples) > 1  # sampled, as no temperature is given
+            models = json.load(urllib.request.urlopen(address + "/v1/models", timeout=60))["data"]
+            assert [model["id"] for model in models] == [str(folder)]
         finally:
             server.terminate()
 
 
 def test_missing_model_and_extra(tmp_path, monkeypatch, capsys):
     command = ["serve", str(tmp_path / "absent"), "--device", "cpu"]
-    assert main(command) == 1 and "absent" in capsys.readouterr().err
+    assert main(command) == 1 and "There is no model folder" in capsys.readouterr().err
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
-    assert main(command) == 1 and "pip install 'tost-hf[serve]'" in capsys.readouterr().err
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert main(command) == 1 and 'pip install -e ".[serve]"' in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert main(command) == 1 and f"{Path(__file__).parents[1]}[serve]" in capsys.readouterr().err
+    monkeypatch.setattr("tost_hf.extras.__file__", str(tmp_path / "site-packages/tost_hf/extras.py"))
+    assert main(command) == 1 and 'pip install "tost-hf[serve]"' in capsys.readouterr().err

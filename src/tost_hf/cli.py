@@ -30,7 +30,12 @@ def main(argv: list[str] | None = None) -> int:
     elif unknown_args:
         parser.error(f"unrecognized arguments: {' '.join(unknown_args)}")
     try:
-        return run(**options) or 0
+        status = run(**options) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader, such as `head`, has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python fails when it flushes at its end
+        return 1
     except (ValueError, OSError, ImportError, SafetensorError, StrictDataclassError) as error:
         print(f"tost-hf: error: {error}", file=sys.stderr)
         return 1
@@ -96,9 +101,9 @@ def _make_parser() -> argparse.ArgumentParser:
     add_argument("--revision", help="the tag or commit that the loading examples pin")
     add_argument("--overwrite", action="store_true", help="replace existing cards, text written by hand included")
 
-    examples = ("./my-tost me/my-tost --tag v1 --card --license apache-2.0", "--space ./my-page me/my-page")
+    examples = ("./my-tost me/my-tost --tag v1 --license apache-2.0", "--space ./my-page me/my-page")
     add_argument = add_command(_publish, "upload a model folder to the Hub, in one commit", *examples)
-    add_argument("folder", metavar="FOLDER", help="the model folder, which is not changed (except by --card)")
+    add_argument("folder", metavar="FOLDER", help="the model folder, of which only the card is changed, by --license")
     add_argument("repo_id", metavar="REPO_ID", help="OWNER/NAME; created if it does not exist")
     add_argument("--private", action="store_true", default=None, help="make a newly created repository private")
     add_argument("--revision", metavar="BRANCH", help="the branch to commit to (default: main), created from main")
@@ -106,8 +111,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add_argument("--create-pr", action="store_true", help="open a pull request instead of committing to main")
     add_argument("--dry-run", action="store_true", help="check the folder and list what would be sent, without sending it")
     add_argument("--without-code", dest="with_code", action="store_false", help="omit the code for trust_remote_code=True")
-    add_argument("--card", action="store_true", help="write a card first (`tost-hf card`) if FOLDER has no README.md")
-    add_argument("--license", metavar="ID", help="license of the weights, for the card that --card writes")
+    add_argument("--license", metavar="ID", help="license of the weights, for a card that names none, or for a new one")
     add_argument("--space", action="store_true", help="FOLDER is a page that `tost-hf space` wrote; publish it as a Space")
 
     examples = ("me/my-tost --revision v1", "./my-tost")
@@ -217,27 +221,23 @@ def _card(folder: str, *, presets: bool, overwrite: bool, **options: Any) -> Non
     print("\n".join(f"Wrote {path}" for path in paths))
 
 
-def _publish(
-    folder: str, repo_id: str, *, card: bool, license: str | None, space: bool, with_code: bool, **options: Any
-) -> None:
+def _publish(folder: str, repo_id: str, *, license: str | None, space: bool, with_code: bool, **options: Any) -> None:
     """Checks a model folder and uploads the model's files in one commit.
 
     If it is interrupted, the repository is unchanged; run it again. Other files are left out and listed. It rejects references
     to code that is not ToST's, tokens of the Hub, weights with NaN, weights that do not fit config.json, and a card without a
     license.
     """
-    from .hub.cards import write_card
+    from .hub.cards import add_license, write_card
     from .hub.publishing import publish, publish_space
+    from .hub.records import CARD
 
-    if card and space:
-        raise ValueError("--card writes a model's card; a Space has its own README.md, which `tost-hf space` wrote.")
-    if license and not card:
-        raise ValueError("--license is for the card that --card writes; an existing card names its license itself.")
-    if card:
-        try:
-            write_card(folder, repo_id=repo_id, revision=options["tag"], license=license, with_code=with_code)
-        except FileExistsError:
-            print(f"{folder} has a README.md, which stays as it is.")
+    if license and space:
+        raise ValueError("--license is for a model's card; a Space has its own README.md, which `tost-hf space` wrote.")
+    if license and Path(folder, CARD).is_file():
+        add_license(folder, repo_id, license)
+    elif license:
+        write_card(folder, repo_id=repo_id, revision=options["tag"], license=license, with_code=with_code)
     if space:
         publication = publish_space(folder, repo_id, **options)
     else:
@@ -297,13 +297,13 @@ def _serve(serve_args: list[str]) -> None:
     """
     from transformers.utils.import_utils import is_serve_available
 
-    if not is_serve_available():
-        raise ImportError("The server needs more packages: pip install 'tost-hf[serve]'.")
-    from huggingface_hub.constants import HF_HUB_CACHE
-    from transformers.cli.transformers import app
+    from .extras import install_command
 
-    os.makedirs(HF_HUB_CACHE, exist_ok=True)  # without it transformers' /v1/models fails
-    app(["serve", *serve_args], prog_name="tost-hf")
+    if not is_serve_available():
+        raise ImportError(f"The server needs more packages: {install_command('serve')}")
+    from .serving import serve
+
+    serve(serve_args)
 
 
 def _export(model: str, output: str, **options: Any) -> None:

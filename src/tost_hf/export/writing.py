@@ -1,7 +1,6 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """`tost-hf export`: writes a model as an ONNX program, compares the two, and adds the files that run it."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -12,6 +11,7 @@ import jinja2
 from transformers import PreTrainedConfig
 
 from ..cache_files import state_bytes
+from ..extras import require
 from ..files import EXPORT_DESCRIPTION, check_folder, staged_folder
 from ..hub.checks import load_config
 from ..hub.contents import TOKENIZER_FILES
@@ -79,8 +79,8 @@ def export_model(
     """
     if dtype not in TOLERANCES:
         raise ValueError(f"ONNX programs are written in {', '.join(TOLERANCES)}, not in {dtype!r}.")
-    if missing := [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]:
-        raise ImportError(f"Exporting needs {missing[0]}, which is missing: pip install 'tost-hf[export]'.")
+    for package in REQUIRED_PACKAGES:
+        require(package, "export")
     target = Path(output_dir)
     check_folder(target, overwrite, sources=[source, *([] if tokenizer is None else [tokenizer])])
     folder = resolve_model_folder(source, revision)

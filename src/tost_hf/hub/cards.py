@@ -21,7 +21,7 @@ from ..files import check_file, is_weights_name, name_file_in_errors, staged_fil
 from ..model.configuration_tost import BEYOND_PAPER, CAUSAL_STATISTICS, PRESETS, ToSTConfig
 from ..model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .checks import load_config, model_class, parameter_count
-from .records import CARD, IMAGE_PROCESSOR_FILES, Records, read_records
+from .records import CARD, IMAGE_PROCESSOR_FILES, Records, load_card, read_records
 
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -119,6 +119,23 @@ def write_card(folder: str | os.PathLike, *, overwrite: bool = False, **options:
         raise FileExistsError(f"{target} exists: edit it by hand, or replace it, text written by hand included (--overwrite).")
     save_card(build_card(folder, **options), target)
     return target
+
+
+def add_license(folder: str | os.PathLike, repo_id: str, license: str) -> None:
+    """Names the license in a card without one, such as that of a training script, whose examples then load from `repo_id`.
+
+    Raises:
+        ValueError: the card names another license.
+    """
+    path = Path(folder, CARD)
+    card = load_card(path)
+    named_license = card.data.get("license")
+    if named_license not in (None, license):
+        raise ValueError(f"The card {path} names the license {named_license!r}, not {license!r}: leave out one of them.")
+    if named_license is None:
+        card.data["license"] = license
+        card.text = card.text.replace(json.dumps(Path(folder).resolve().name), json.dumps(repo_id))
+        save_card(card, path)
 
 
 def save_card(card: ModelCard, path: Path) -> None:

@@ -75,12 +75,11 @@ def check_card(folder: Path) -> ModelCard:
     """
     path = folder / CARD
     if not path.is_file():
-        raise ValueError(f"{folder} has no model card; write one with `tost-hf card {folder} --license LICENSE`.")
+        raise ValueError(f"{folder} has no model card; publish with --license, which writes one.")
     card = load_card(path)
     if not card.data.get("license"):
         raise ValueError(
-            f"The card {path} names no license: add the line `license: apache-2.0` (or whichever it is) to its metadata, or "
-            f"write it again with `tost-hf card {folder} --license apache-2.0 --overwrite`."
+            f"The card {path} names no license: --license apache-2.0 (or whichever it is) adds it, or a line in its metadata."
         )
     if "[More Information Needed]" in card.content:
         raise ValueError(f"The card {path} is an unfilled template: complete it by hand.")

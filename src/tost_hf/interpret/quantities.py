@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .trace import ModelTrace, check_layer, require_extra, trace_model, tssa_layers
+from ..extras import require
+from .trace import ModelTrace, check_layer, trace_model, tssa_layers
 
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ def membership_clusters_score(model: "PreTrainedModel", pixel_values: torch.Tens
         ValueError: it is not a vision model with TSSA.
         ImportError: scikit-learn is missing.
     """
-    metrics = require_extra("sklearn.metrics")
+    metrics = require("sklearn.metrics", "vision")
     trace = trace_model(model, pixel_values=pixel_values)
     if trace.grid is None:
         raise ValueError("Patches are clustered by color: this needs a vision model.")
@@ -271,7 +272,7 @@ def membership_clusters_score(model: "PreTrainedModel", pixel_values: torch.Tens
 
 def cluster_patches(pixel_values: torch.Tensor, grid: tuple[int, int], clusters: int, seed: int = 0) -> torch.Tensor:
     """The k-means cluster of each patch by its mean color, row and column, standardized over the image: (B, T)."""
-    cluster = require_extra("sklearn.cluster")
+    cluster = require("sklearn.cluster", "vision")
     positions = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float64) for side in grid))
     colors = F.avg_pool2d(pixel_values.detach().cpu().double(), pixel_values.shape[-2] // grid[0]).flatten(2).transpose(1, 2)
     features = torch.cat([colors, positions.expand(len(colors), -1, -1)], -1)

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.utils import IMAGE_PROCESSOR_NAME
 
+from ..extras import require
 from ..files import name_file_in_errors, staged_folder
 from ..hub.checks import load_config
 from ..hub.loading import load_model, resolve_model_folder
@@ -21,7 +22,7 @@ from ..image_processing import convert_image, make_image_processor
 from ..model.configuration_tost import ToSTConfig
 from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings
 from . import plots, quantities
-from .trace import ModelTrace, check_layer, find_modules, require_extra, trace_model, tssa_layers
+from .trace import ModelTrace, check_layer, find_modules, trace_model, tssa_layers
 
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def _read_input(config, input, image_size: int | None, max_tokens: int | None) -
 
 
 def _open_image(input: "str | os.PathLike | Image") -> "Image":
-    require_extra("PIL")
+    require("PIL", "vision")
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(input, Image.Image):
@@ -217,7 +218,7 @@ def _open_image(input: "str | os.PathLike | Image") -> "Image":
 def _write_report(
     model, processor_or_tokenizer, content: "str | Image", out_dir, layers, image_size: int | None, max_tokens: int | None
 ) -> list[Path]:
-    require_extra("matplotlib")
+    require("matplotlib", "vision")
     index, tssa_numbers = Path(out_dir, INDEX), list(tssa_layers(model))
     is_report = index.exists() and GENERATOR in index.read_text(encoding="utf-8", errors="replace")
     for file in (Path(out_dir, name) for name in (INDEX, *CAPTIONS)):

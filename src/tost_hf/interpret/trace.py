@@ -2,7 +2,6 @@
 """Running a model once and recording what its TSSA layers compute."""
 
 import contextlib
-import importlib
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -19,14 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Module = TypeVar("Module", bound=nn.Module)
-
-
-def require_extra(module: str):
-    """Imports an optional module; the ImportError of a missing one says how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ImportError(f"This needs {module}, which is missing: pip install 'tost-hf[vision]'.") from error
 
 
 @dataclass(frozen=True)

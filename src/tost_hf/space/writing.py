@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import SpaceCardData
-from transformers.utils import IMAGE_PROCESSOR_NAME, is_vision_available
+from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from ..export import export_model
+from ..extras import require
 from ..files import check_folder, staged_folder
 from ..hub.checks import load_config, parameter_count
 from ..hub.contents import TOKENIZER_FILES
@@ -124,8 +125,7 @@ def _read_preprocessing(config: ToSTVisionConfig, source: Path) -> dict[str, Any
         ValueError: the page does not implement it, or the model does not accept its output.
         ImportError: Pillow is missing.
     """
-    if not is_vision_available():
-        raise ImportError("A page for images needs Pillow: pip install 'tost-hf[vision]'.")
+    require("PIL", "vision")
     from transformers import ViTImageProcessorPil
 
     processor: Any = make_image_processor(config)
