@@ -70,6 +70,9 @@ def class_names(dataset: Dataset, names: str | None, known_names: Sequence[str] 
         dataset: the examples.
         names: the value of `--class_names`.
         known_names: those of a trained model, whose order is kept if the data has the same.
+
+    Raises:
+        ValueError: there are no names, or only one.
     """
     feature = dataset.features["label"]
     if names is not None:
@@ -80,6 +83,8 @@ def class_names(dataset: Dataset, names: str | None, known_names: Sequence[str] 
         found = sorted(set(dataset["label"]) - {None})
     else:
         found = []
+    if len(found) == 1:
+        raise ValueError(f"All examples are of one class, {found[0]!r}; a classifier needs at least two.")
     if found:
         return list(known_names) if sorted(known_names) == sorted(found) else found
     raise ValueError("The labels are numbers without names: give the names by --class_names cat,dog,... in their order.")
@@ -148,11 +153,9 @@ def load_classifier(auto_class, model_args, config: PreTrainedConfig, names: lis
     """The model to fine-tune, with a new head if its labels are not `names`, or a new model.
 
     Raises:
-        ValueError: there is one label only, or the model's head is unknown.
+        ValueError: the head of the model has an unknown name.
     """
     old_names = label_names(config)
-    if len(names) < 2:
-        raise ValueError(f"All examples are of one class, {names[0]!r}; a classifier needs two at least.")
     config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
     if model_args.model_name_or_path is None or old_names != names:
         model = auto_class.from_config(config, **model_args.new_model_options)

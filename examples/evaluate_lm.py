@@ -210,8 +210,8 @@ def main(args: list[str] | None = None) -> None:
     command = recorded_command([__file__, *argv])
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=logging.INFO)
     file = results_file(args)
-    tokenizer = load_pretrained(AutoTokenizer, args.tokenizer_name or args.model, **args.hub_options)
     model = args.load_model(AutoModelForCausalLM)
+    tokenizer = load_pretrained(AutoTokenizer, args.tokenizer_name or args.model, **args.hub_options)
     positions = getattr(model.config, "max_position_embeddings", None)
     context = args.context or min(positions or MAX_CONTEXT, MAX_CONTEXT)
     all_results = []

@@ -242,7 +242,8 @@ def load_pretrained(auto_class, name: str, **options):
         return auto_class.from_pretrained(name, **options)
     except Exception as error:  # the ways of loading raise many types
         kind = auto_class.__name__.removeprefix("Auto")
-        raise ValueError(f"No {kind} can be loaded from {name!r}: {error}") from error
+        reason = str(error).partition("\nModel type should be one of")[0]  # 200 names
+        raise ValueError(f"No {kind} can be loaded from {name!r}: {reason}") from error
 
 
 # Data ----------------------------------------------------------------------------------------------------------------

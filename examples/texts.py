@@ -278,10 +278,18 @@ def encode(documents: list[str], tokenizer: PreTrainedTokenizerBase, eos_token_i
 
 
 def pack_into_blocks(
-    examples: dict[str, list], tokenizer: PreTrainedTokenizerBase, column: str, block_size: int, eos_token_id: int | None
+    examples: dict[str, list],
+    tokenizer: PreTrainedTokenizerBase,
+    column: str,
+    block_size: int,
+    eos_token_id: int | None,
+    joins_lines: bool = False,
 ) -> dict[str, list[list[int]]]:
     """Tokenizes examples, concatenates them and splits them into blocks; an incomplete last block is dropped."""
-    tokens = encode(select_texts(examples, column), tokenizer, eos_token_id)
+    texts = select_texts(examples, column)
+    if joins_lines:  # or a line's white space would become other tokens than within a text
+        texts = ["".join(texts)]
+    tokens = encode(texts, tokenizer, eos_token_id)
     return {"input_ids": [tokens[i : i + block_size] for i in range(0, len(tokens) - block_size + 1, block_size)]}
 
 
@@ -302,6 +310,7 @@ def pack(
 ):
     """Packs examples into blocks of tokens, two bytes each if the vocabulary allows; `options` are those of `map`."""
     token_type = Value("uint16" if len(tokenizer) <= 1 << 16 else "int32")
+    eos_token_id = choose_eos(files, tokenizer, text_args)
     return dataset.map(
         pack_into_blocks,
         batched=True,
@@ -312,7 +321,8 @@ def pack(
             "tokenizer": tokenizer,
             "column": find_text_column(split, dataset, text_args.text_column),
             "block_size": block_size,
-            "eos_token_id": choose_eos(files, tokenizer, text_args),
+            "eos_token_id": eos_token_id,
+            "joins_lines": is_line_based(files) and eos_token_id is None,
         },
         **options,
     )

@@ -224,7 +224,10 @@ def train(trainer: Trainer, model_args, data_args, num_samples: int | None) -> N
             f"Resuming from {checkpoint}; to start afresh, use another --output_dir or --resume_from_checkpoint false."
         )
         args.eval_on_start = False  # the checkpoint has its result
-        start_step = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE))).global_step
+        state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE)))
+        start_step = state.global_step
+        if args.logging_steps < 1:  # a fraction, which Trainer would compare with the number of the checkpoint
+            args.logging_steps = state.logging_steps
     result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()  # and the tokenizer or image processor
     if model_args.save_dtype is not None and trainer.is_world_process_zero():

@@ -39,12 +39,15 @@ def launch_command(script: Path, args: list[str], processes: int) -> list[str]:
     return [*command, "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", str(script), *args]
 
 
-def launch(script: Path, tmp_path, args: list[str], processes: int, fails: bool = False) -> str:
-    """Runs `accelerate launch` and returns its output; `fails` says whether it must exit with an error."""
+def launch(script: Path, tmp_path, args: list[str], processes: int, fails: bool = False, stderr: bool = False) -> str:
+    """Runs `accelerate launch` and returns its output, with `fails` or `stderr` also that to stderr.
+
+    `fails` says whether it must exit with an error.
+    """
     command = launch_command(script, args, processes)
     completed = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=300)
     assert (completed.returncode != 0) == fails, completed.stdout[-3000:] + completed.stderr[-3000:]
-    return completed.stdout + completed.stderr * fails
+    return completed.stdout + completed.stderr * (fails or stderr)
 
 
 def losses(output_dir) -> list[float]:

@@ -1,7 +1,10 @@
 """The `tost-hf` command: arguments, output and exit status. Conversion and the Hub are tested in other files."""
 
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -50,6 +53,14 @@ def test_version_and_usage_errors(capsys, argv, status, words):
     with pytest.raises(SystemExit) as exc_info:
         main(argv)
     assert exc_info.value.code == status and words in "".join(capsys.readouterr())
+
+
+def test_closed_pipe_ends_silently(tmp_path):
+    command = (
+        f"{shlex.quote(sys.executable)} -m tost_hf.cli info {shlex.quote(str(language_folder(tmp_path / 'tiny')))} | true"
+    )
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert result.stdout == result.stderr == ""
 
 
 def test_init(small_presets, tmp_path, capsys):

@@ -101,6 +101,9 @@ def test_vision_models(tmp_path):
         probabilities = model(**processor(picture, return_tensors="pt")).logits.softmax(-1)[0]
     expected = f"{probabilities.max().item():6.1%}  {config.id2label[int(probabilities.argmax())]}"
     assert run_script(tmp_path / "out", "classify.py", str(tmp_path / "picture.png")).splitlines()[0] == expected
+    command = [sys.executable, str(tmp_path / "out/classify.py"), "absent.jpg"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and "error: absent.jpg cannot be read" in result.stderr
 
 
 @pytest.mark.slow

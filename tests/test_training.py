@@ -177,6 +177,28 @@ def test_fused_loss(tmp_path, tiny_config):
         training_args(tmp_path, fuse_linear_cross_entropy=True, label_smoothing_factor=0.1)
 
 
+def test_evaluation_does_not_change_the_training(tmp_path, tiny_config):
+    """Its DataLoader draws a seed, from which dropout would continue."""
+    tiny_config.hidden_dropout = 0.5
+
+    def final_weights(**changes) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model, data = ToSTForCausalLM(tiny_config), token_ids(24)
+        train(ToSTTrainer(model, training_args(tmp_path, **changes), train_dataset=data, eval_dataset=data))
+        return model.state_dict()
+
+    expected = final_weights()
+    for name, weight in final_weights(eval_strategy="steps", eval_steps=1, eval_on_start=True).items():
+        assert torch.equal(weight, expected[name]), name
+
+
+def test_arguments_that_libraries_would_warn_of(tmp_path, recwarn):
+    """Pinned memory where there is no GPU, and the name of activation checkpointing that transformers deprecates."""
+    args = ToSTTrainingArguments(str(tmp_path), gradient_checkpointing=True)
+    assert args.gradient_checkpointing and not [w for w in recwarn if "gradient_checkpointing" in str(w.message)]
+    assert args.dataloader_pin_memory == torch.accelerator.is_available()
+
+
 def test_trainer_equals_a_training_loop(tmp_path, tiny_config):
     """50 AdamW steps against a loop that implements the recipe: groups, clipping, warm-up, cosine to a minimum."""
     steps, batch, rate, warmup = 50, 4, 0.01, 5

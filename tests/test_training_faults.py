@@ -50,6 +50,7 @@ def faulty_inputs(tmp_path_factory, text_folder) -> Path:
         "tok/tokenizer.json": '{"version": "1.0"',
         "tok/tokenizer_config.json": "{}",
         "texts/one/a.png": "no image",
+        "loose/a.png": "no image",
         "args.json": '{"train_file": ',
         "list.json": "[1, 2]",
         "key.json": json.dumps({"train_file": str(text_folder / "train.txt"), "nonsense": 1}),
@@ -71,6 +72,9 @@ def faulty_inputs(tmp_path_factory, text_folder) -> Path:
     config.hidden_size = config.intermediate_size = 64
     config.save_pretrained(folder / "model_other")
     pictures = [Image.fromarray(np.zeros((8, 8), np.uint8))] * 4
+    (folder / "one_class/cat").mkdir(parents=True)
+    for number, picture in enumerate(pictures):
+        picture.save(folder / "one_class/cat" / f"{number}.png")
     Dataset.from_dict({"text": ["a"] * 4, "label": ["x"] * 4}).to_parquet(folder / "texts.parquet")
     Dataset.from_dict({"image": pictures, "label": [0.5] * 4}).to_parquet(folder / "labels.parquet")
     return folder
@@ -89,6 +93,7 @@ def overrides(change: str) -> dict[str, str]:
 
 
 TEXT = [
+    ({"do_train": None}, "nothing to do"),
     # files and datasets
     (HUB_DATA, "no text"),
     ({"train_file": "absent.txt"}, "exist"),
@@ -133,6 +138,10 @@ TEXT = [
     (overrides("num_hidden_layers=2"), "num_hidden_layers twice"),
     ({"config_name": None, "model_name_or_path": "x"}, "config_overrides"),
     ({"config_name": "no-such-preset"}, "no-such-preset"),
+    ({"config_name": "tost-bse"}, "The presets, of which `tost-hf init` makes one, are tost-base, "),
+    ({**SCRATCH, "model_name_or_path": "tost-base"}, "`tost-hf init tost-base tost-base` writes one"),
+    ({**SCRATCH, "model_name_or_path": "./absent"}, "There is no model folder './absent'"),
+    ({**SCRATCH, "model_name_or_path": "absent/model"}, "There is no folder 'absent/model', and the Hub"),
     ({"config_name": "vision", "config_overrides": None}, "tost_vision"),
     ({"tokenizer_name": None}, "tokenizer"),
     ({"tokenizer_name": "tok"}, "Tokenizer"),
@@ -152,6 +161,9 @@ TEXT = [
 ]
 
 IMAGES = [
+    ({"do_train": None}, "nothing to do"),
+    ({"train_dir": "loose"}, "move 'a.png' to "),
+    ({"train_dir": "one_class"}, "All examples are of one class, 'cat'"),
     (FOLDERS, "no images"),
     ({"train_dir": "absent"}, "absent"),
     ({**FOLDERS, "train_file": "absent.parquet"}, "absent"),

@@ -17,11 +17,11 @@ class ModelManager(model_manager.ModelManager):
         OSError: there is no such model. transformers asks the Hub again for two minutes.
     """
 
-    def __init__(self, *args, force_model: str | None = None, **kwargs):
-        if force_model is not None:
-            name, _, revision = force_model.partition(":")[0].partition("@")
+    def __init__(self, **kwargs):
+        if kwargs.get("force_model") is not None:
+            name, _, revision = kwargs["force_model"].partition(":")[0].partition("@")
             check_model_exists(name, revision or None)
-        super().__init__(*args, force_model=force_model, **kwargs)
+        super().__init__(**kwargs)
 
     def load_model_and_processor(self, *args, **kwargs):
         """As in OpenAI's interface, where `temperature` is 1 by default; transformers ignores it without `do_sample`."""
@@ -39,5 +39,5 @@ class ModelManager(model_manager.ModelManager):
 def serve(args: list[str]) -> None:
     """Runs `transformers serve` with these arguments."""
     os.makedirs(HF_HUB_CACHE, exist_ok=True)  # without it transformers' /v1/models fails
-    model_manager.ModelManager = ModelManager  # type: ignore[misc]  # from where transformers' command imports it
+    model_manager.ModelManager = ModelManager  # type: ignore[assignment,misc]  # from where transformers' command imports it
     app(["serve", *args], prog_name="tost-hf")

@@ -65,10 +65,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("picture")
     args = parser.parse_args()
+    try:
+        image = Image.open(args.picture)
+    except OSError as error:  # there is no such file, or it is no image
+        parser.error(f"{args.picture} cannot be read: {error}")
     metadata = json.loads((FOLDER / "export.json").read_text(encoding="utf-8"))
     processor = FOLDER / "preprocessor_config.json"
     settings = json.loads(processor.read_text(encoding="utf-8")) if processor.is_file() else {}
-    pixel_values = preprocess(Image.open(args.picture), metadata, settings)
+    pixel_values = preprocess(image, metadata, settings)
     logits = load(FOLDER, metadata)({"pixel_values": pixel_values})["logits"][0]
     weights = np.exp(logits - logits.max())
     for label in np.argsort(-weights)[:5]:
