@@ -18,7 +18,7 @@ def test_demo(tmp_path):
     command = [sys.executable, str(script), "--output_dir", str(tmp_path / "model"), "--steps", "10"]
     output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
     assert output.count("def read_lines(filename):") == 2
-    before, after = map(float, re.search(r"(\S+) nats per token before training, (\S+) after it", output).groups())
+    before, after = map(float, re.search(r"\nloss +(\S+) +(\S+)\n", output).groups())
     assert after < before
     model = ToSTForCausalLM.from_pretrained(tmp_path / "model")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == model.config.vocab_size == 4096

@@ -5,6 +5,7 @@ import re
 import pytest
 from image_runs import tiny_vision_model
 from scripts import EXAMPLES, launch
+from text_runs import TINY
 
 from tost_hf.image_processing import make_image_processor
 
@@ -15,10 +16,8 @@ NOISE = re.compile(r"warn|deprecat|missing|mismatch|config {|\[transformers]", r
 @pytest.mark.slow
 def test_output_of_a_language_model(tmp_path, clm_args):
     """Quiet, also when it resumes; --log_level brings transformers' messages back."""
-    args = clm_args(
-        do_eval=True, max_steps=20, logging_steps=None, save_strategy="steps", save_steps=10, config_overrides=None
-    )
-    args += ["--config_overrides", "n_layer=2,n_embd=32,n_head=4,n_positions=32,vocab_size=320,tie_word_embeddings=true"]
+    overrides = {"config_overrides": f"{TINY},tie_word_embeddings=true", "logging_steps": None}
+    args = clm_args(do_eval=True, max_steps=20, save_strategy="steps", save_steps=10, **overrides)
     script = EXAMPLES / "run_clm.py"
     lines = launch(script, tmp_path, args, processes=1, stderr=True).splitlines()
     text = "\n".join(lines)
