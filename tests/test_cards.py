@@ -133,7 +133,7 @@ def test_preset_cards(name):
             exec(compile(block, name, "exec"), namespace)
     parameters = f"{namespace['model'].num_parameters():,}"
     assert f"| parameters | {parameters} |" in card.text
-    assert parameters in (ROOT / ("examples/guides/vision.md" if "vision" in name else "README.md")).read_text()
+    assert parameters in (ROOT / f"examples/guides/{'vision' if 'vision' in name else 'options'}.md").read_text()
     assert f"--config_name {name}" in card.text
 
 

@@ -1,5 +1,6 @@
 """The notebook: its code runs from top to bottom, it is stored with the outputs of a run, and is a page of the site."""
 
+import base64
 import os
 import re
 import runpy
@@ -40,6 +41,14 @@ def test_stored_with_outputs(notebook):
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))  # one run, from top to bottom
     assert not [output for output in outputs(notebook) if output.output_type == "error" or output.get("name") == "stderr"]
     assert NOTEBOOK.stat().st_size < 700_000
+
+
+def test_picture_of_the_readme(notebook):
+    """It is the notebook's picture of the caches."""
+    (cell,) = [cell for cell in notebook.cells if "def cache_bytes" in cell.source]
+    (picture,) = [output["data"]["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
+    assert base64.b64decode(picture) == (NOTEBOOK.parent / "cache.png").read_bytes()
+    assert "tost-base: [111840, 111840, 111840]" in str(cell.outputs) and "73728000" in str(cell.outputs)  # README's numbers
 
 
 def test_page_of_the_site(notebook):

@@ -47,6 +47,7 @@ WORKFLOWS = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / ".githu
 EXTERNAL_PROGRAMS = {  # their options are not checked
     "accelerate",
     "bash",
+    "cd",
     "curl",
     "export",
     "git",
