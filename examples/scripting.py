@@ -242,7 +242,8 @@ def load_pretrained(auto_class, name: str, **options):
         return auto_class.from_pretrained(name, **options)
     except Exception as error:  # the ways of loading raise many types
         kind = auto_class.__name__.removeprefix("Auto")
-        reason = str(error).partition("\nModel type should be one of")[0]  # 200 names
+        other_type = re.match(r"Unrecognized configuration class <class '[\w.]+\.(\w+)'>", str(error))
+        reason = f"it is configured by {other_type[1]}" if other_type else error  # transformers lists 200 others
         raise ValueError(f"No {kind} can be loaded from {name!r}: {reason}") from error
 
 
@@ -259,8 +260,14 @@ def read_dataset(path: str, config_name: str | None = None, **options):
     """`datasets.load_dataset`.
 
     Raises:
+        FileNotFoundError: there is no such file or folder, and its name is not that of a dataset.
         ValueError: the data cannot be read; the message names the file or the dataset.
     """
+    is_path = (
+        path.startswith((".", "/", "~")) or path.count("/") > 1 or (Path(path).suffix and file_extension(path) in LOADERS)
+    )
+    if is_path and not os.path.exists(path):  # datasets would ask the Hub, again and again without a network
+        raise FileNotFoundError(f"There is no file or folder {path!r}.")
     try:
         return load_dataset(path, config_name, **options)
     except Exception as error:  # the readers of formats raise many types: EOFError, LZMAError, ...

@@ -14,6 +14,7 @@ import pytest
 import scoring
 import torch
 from byte_models import EOS, byte_tokenizer, make_args, make_gpt2, make_model
+from conftest import small_vision_config
 from datasets import Dataset
 from scripts import environment
 from transformers import PreTrainedTokenizerFast
@@ -58,6 +59,14 @@ def test_files_and_folders(tmp_path):
     args.dataset_split = "test"
     with pytest.raises(ValueError, match="--dataset_split"):
         evaluation.load_source(str(folder), args)
+    with pytest.raises(FileNotFoundError, match=r"no file or folder 'absent\.txt'"):
+        evaluation.load_source("absent.txt", args)
+
+
+def test_model_of_images(tmp_path):
+    small_vision_config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"No ModelForCausalLM can be loaded from .*: it is configured by ToSTVisionConfig$"):
+        evaluate_lm.main(["--model", str(tmp_path), "--tasks", "text", "--datasets", "text=absent.txt"])
 
 
 def test_text_column():

@@ -343,6 +343,7 @@ def test_long_prompts_are_prefilled_in_chunks(options, kwargs, monkeypatch):
 def test_long_prompts_show_a_progress_bar(long_model, tokens, monkeypatch, capsys):
     monkeypatch.setattr(modeling_tost, "PREFILL_CHUNK_SIZE", 64)
     monkeypatch.setattr(modeling_tost, "PROGRESS_DELAY", 0)
+    transformers.logging.enable_progress_bar()  # which the scripts disable
     long_model.generate(tokens, **GREEDY)
     assert "Prefill" in (progress := capsys.readouterr().err) and "150/150" in progress
     long_model.generate(tokens[:, :60], past_key_values=ToSTCache(long_model.config), **GREEDY)

@@ -147,6 +147,7 @@ TEXT = [
     ({"tokenizer_name": "tok"}, "Tokenizer"),
     ({"tokenizer_name": "no_eos", "train_file": "words.jsonl"}, "eos"),
     ({**SCRATCH, "model_name_or_path": "model_other"}, "ModelForCausalLM"),
+    ({**HUB_DATA, "dataset_name": "./absent"}, "There is no file or folder './absent'"),
     ({"resume_from_checkpoint": "absent"}, "exist"),
     ({"resume_from_checkpoint": "nothing"}, "incomplete"),
     # files of arguments
