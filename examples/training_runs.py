@@ -136,12 +136,13 @@ def describe_run(trainer: Trainer, model_args, data_args, examples: str, samples
     logger.info(f"Data: {name}; {examples}: {sizes}" if sizes else f"Data: {name}")
 
 
-def summarize(trainer: Trainer, task: str, metrics: dict | None) -> None:
+def summarize(trainer: Trainer, task: str, time: str, metrics: dict | None) -> None:
     """Logs the metrics before and after training, its time, the folder, and commands to continue with.
 
     Args:
         trainer: after training or evaluation.
         task: its name on the Hub.
+        time: how long training took, a sentence.
         metrics: those of the evaluation at the end, if there was one.
     """
     folder, history = trainer.args.output_dir, trainer.state.log_history
@@ -152,10 +153,10 @@ def summarize(trainer: Trainer, task: str, metrics: dict | None) -> None:
         logger.info(f"\n{'Held out':20}" + "".join(f"{title:>12}" for title in columns))
         for name in after:
             logger.info(f"{name:20}" + "".join(f"{column.get(name, ''):>12}" for column in columns.values()))
-    runtime = next((entry["train_runtime"] for entry in reversed(history) if "train_runtime" in entry), None)
-    if trainer.args.do_train and runtime is not None:
+    if trainer.args.do_train:
         path = shlex.quote(folder)
-        logger.info(f"\nTrained in {format_time(runtime)}. The model, its card and {CURVES} are in {folder}.")
+        files = f"The model, its card and {CURVES}" if Path(folder, CURVES).is_file() else "The model and its card"
+        logger.info(f"\n{time} {files} are in {folder}.")
         if trainer.processing_class is not None:
             logger.info("Next:\n  " + NEXT_STEPS[task].format(task=task, folder=folder, path=path))
             logger.info(f"  tost-hf publish {path} OWNER/NAME --license apache-2.0")
@@ -183,13 +184,13 @@ def train_and_report(
         samples: number of examples of "train" and "eval", None if unknown.
         before_card: called after training and evaluation, before the card is written.
     """
-    args, metrics = trainer.args, None
+    args, time, metrics = trainer.args, "", None
     if trainer.pop_callback(ProgressCallback) is not None:  # unless --disable_tqdm
         trainer.add_callback(ConsoleCallback())
     trainer.add_callback(CurvesCallback())
     describe_run(trainer, model_args, data_args, examples, samples)
     if args.do_train:
-        train(trainer, model_args, data_args, samples["train"])
+        time = train(trainer, model_args, data_args, samples["train"])
     elif not Path(args.output_dir, RUN_ARGUMENTS).exists():
         record_run(trainer, model_args, data_args)
     if args.do_eval:
@@ -208,11 +209,15 @@ def train_and_report(
         trainer.push_to_hub(**card_options)
     else:
         trainer.create_model_card(**card_options)
-    summarize(trainer, task, metrics)
+    summarize(trainer, task, time, metrics)
 
 
-def train(trainer: Trainer, model_args, data_args, num_samples: int | None) -> None:
-    """Trains, or resumes a run, and saves the model, the results and the record of the run."""
+def train(trainer: Trainer, model_args, data_args, num_samples: int | None) -> str:
+    """Trains, or resumes a run, and saves the model, the results and the record of the run.
+
+    Returns:
+        A sentence with the time that it took.
+    """
     args = trainer.args
     if trainer.model.dtype in (torch.float16, torch.bfloat16):
         logger.warning(
@@ -236,10 +241,12 @@ def train(trainer: Trainer, model_args, data_args, num_samples: int | None) -> N
     if has_trained:
         save_metrics(trainer, "train", result.metrics, num_samples)
         record_run(trainer, model_args, data_args)
-    else:
-        logger.warning(f"The run ended at step {start_step}: there was nothing left to train.")
     if has_trained or not Path(args.output_dir, TRAINER_STATE).is_file():
         trainer.save_state()
+    if not has_trained:
+        return f"The run ended at step {start_step} before: there was nothing left to train."
+    time = format_time(result.metrics["train_runtime"])
+    return f"Trained in {time}, from step {start_step} on." if start_step else f"Trained in {time}."
 
 
 def store_in_dtype(model: PreTrainedModel, folder: str, dtype: str) -> None:

@@ -34,7 +34,7 @@ def test_output_of_a_language_model(tmp_path, clm_args):
 
     args[args.index("--max_steps") + 1] = "30"
     text = launch(script, tmp_path, args, processes=1, stderr=True)
-    assert "Resuming from" in text and not NOISE.search(text), text
+    assert "Resuming from" in text and "from step 20 on. The model, its card" in text and not NOISE.search(text), text
     assert float(re.search(r"\nloss +(\S+) +\S+\n", text)[1]) == before  # of the interrupted run
     args[args.index("--max_steps") + 1] = "31"
     assert "[transformers]" in launch(script, tmp_path, [*args, "--log_level", "info"], processes=1, stderr=True)
