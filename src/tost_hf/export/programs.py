@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from ..cache_files import layer_shapes
 from ..model.cache_tost import ToSTCache, get_layer_type
 from ..model.configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION
+from ..model.inputs_tost import CACHE_NAME
 from ..model.modeling_tost_vision import ToSTVisionPreTrainedModel
 from ..model.tssa_reference import TSSAState
 
@@ -117,7 +118,7 @@ class LanguageProgram(ModelProgram):
             output_memberships=True,
         )
         memberships = torch.stack([x for x in outputs.memberships if x is not None], 1)
-        return outputs.logits.float(), memberships.float(), *(x.float() for x in _state_tensors(outputs.past_key_values))
+        return outputs.logits.float(), memberships.float(), *(x.float() for x in _state_tensors(getattr(outputs, CACHE_NAME)))
 
     def _make_cache(self, state: list[torch.Tensor]) -> Cache:
         cache, tensors = ToSTCache(self.config), iter(state)

@@ -139,7 +139,7 @@ class ToSTConfig(ToSTBaseConfig):
     """
 
     model_type = "tost"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # its name before and since transformers 5.24
     attribute_map = ToSTBaseConfig.attribute_map | {
         "n_embd": "hidden_size",
         "n_head": "num_attention_heads",

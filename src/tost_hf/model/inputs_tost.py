@@ -6,16 +6,49 @@ compilers cannot read them. The one exception is a sequence longer than the posi
 not name the cause.
 """
 
-from typing import NamedTuple, cast
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .cache_tost import ToSTCache, check_cache
 from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from .tssa_reference import is_traced, sequence_starts
+
+
+# transformers 5.24 renamed the argument of models and masks, and the field of outputs; the old one is deprecated there
+CACHE_NAME = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+def rename_cache(options: dict[str, Any], name: str = CACHE_NAME) -> None:
+    """Renames the cache among arguments, in place, from either of its names.
+
+    Raises:
+        ValueError: both names are given.
+    """
+    for other_name in {"cache", "past_key_values"} - {name}:
+        if other_name in options:
+            cache = options.pop(other_name)
+            if options.get(name) is not None and cache is not None:
+                raise ValueError("cache and past_key_values are two names of one argument: pass only one of them.")
+            options[name] = options.get(name) if cache is None else cache
+
+
+def accept_cache(forward: Callable) -> Callable:
+    """Lets a model's `forward` accept `past_key_values` as `cache`, too, in every version of transformers."""
+
+    @functools.wraps(forward)
+    def forward_with_either_name(self, *args, **kwargs):
+        if "cache" in kwargs:
+            rename_cache(kwargs, "past_key_values")
+        return forward(self, *args, **kwargs)
+
+    return forward_with_either_name
 
 
 class ToSTInputs(NamedTuple):
@@ -100,7 +133,7 @@ def _reject_ring_attention() -> None:
 
 def check_prompt(inputs: torch.Tensor | None, options: dict) -> None:
     """Raises ValueError if the prompt, in `inputs` or the options of `generate`, has no tokens after the cached ones."""
-    cache, mask = options.get("past_key_values"), options.get("attention_mask")
+    cache, mask = options.get(CACHE_NAME), options.get("attention_mask")
     prompt = next((x for x in (inputs, options.get("input_ids"), options.get("inputs_embeds")) if x is not None), None)
     num_cached = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
     # a mask longer than the prompt covers the cached tokens as well: then the prompt consists of new tokens
@@ -345,14 +378,10 @@ def create_causal_mask_mapping(
         elif layer_type == SLIDING_ATTENTION:
             create_mask = masking_utils.create_sliding_window_causal_mask
             _check_gaps(mask)
-        masks[layer_type] = create_mask(
-            config=config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=mask,
-            past_key_values=past_key_values,
-            and_mask_function=masking_utils.and_masks(*mask_functions) if mask_functions else None,
-            layer_idx=config.layer_types.index(layer_type),
-        )
+        options: dict[str, Any] = {CACHE_NAME: past_key_values, "layer_idx": config.layer_types.index(layer_type)}
+        if mask_functions:
+            options["and_mask_function"] = masking_utils.and_masks(*mask_functions)
+        masks[layer_type] = create_mask(config=config, inputs_embeds=inputs_embeds, attention_mask=mask, **options)
     return masks
 
 

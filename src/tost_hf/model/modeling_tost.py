@@ -29,7 +29,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .base_tost import ToSTBaseModel, add_class_names
 from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
-from .inputs_tost import check_prompt, create_causal_mask_mapping, resolve_inputs
+from .inputs_tost import CACHE_NAME, accept_cache, check_prompt, create_causal_mask_mapping, rename_cache, resolve_inputs
 from .layers_tost import (
     MLP,
     ISTAStep,
@@ -336,7 +336,7 @@ class ToSTPreTrainedModel(ToSTBaseModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["ToSTDecoderLayer"]
     _adapter_targets = [*ToSTBaseModel._adapter_targets, "q_proj", "k_proj", "v_proj"]  # softmax attention, too
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     _can_compile_fullgraph = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     _can_record_outputs = {
@@ -437,6 +437,7 @@ class ToSTModel(ToSTPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @accept_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
@@ -504,10 +505,9 @@ class ToSTModel(ToSTPreTrainedModel):
         hidden_states = self.embedding_dropout(hidden_states)
         for layer in self.layers[: self.config.num_hidden_layers]:  # `assistant_early_exit` lowers it temporarily
             hidden_states = layer(hidden_states, position_embeddings=position_embeddings, **inputs._asdict())
-        return ToSTModelOutputWithPast(
-            last_hidden_state=self.norm(hidden_states),
-            past_key_values=inputs.past_key_values if use_cache else None,
-        )
+        cache = inputs.past_key_values if use_cache else None
+        outputs: dict[str, Any] = {"last_hidden_state": self.norm(hidden_states), CACHE_NAME: cache}
+        return ToSTModelOutputWithPast(**outputs)
 
     def _check_tokens(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
         """Raises an error for tokens of a wrong shape, dtype or value."""
@@ -565,6 +565,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         self.fuse_linear_cross_entropy = False
         self.post_init()
 
+    @accept_cache
     @can_return_tuple
     def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
         self,
@@ -609,7 +610,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         return ToSTCausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             memberships=outputs.memberships,
@@ -655,7 +656,8 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: `past_key_values` already covers the whole prompt, so there is no new token to process.
         """
-        if self.training and self.model.gradient_checkpointing and kwargs.get("past_key_values") is None:
+        rename_cache(kwargs)
+        if self.training and self.model.gradient_checkpointing and kwargs.get(CACHE_NAME) is None:
             logger.warning_once("generate runs without a cache, as gradient checkpointing is on; call eval() for faster text.")
             kwargs["use_cache"] = False
         check_prompt(inputs, kwargs)
@@ -666,7 +668,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
 
         The memory of the activations then does not grow with the prompt. `prefill_chunk_size` sets another chunk size.
         """
-        cache, config = model_kwargs.get("past_key_values"), generation_config
+        cache, config = model_kwargs.get(CACHE_NAME), generation_config
         num_cached = int(cache.get_seq_length()) if isinstance(cache, Cache) and not cache.is_compileable else None
         if (
             num_cached is None
@@ -705,13 +707,16 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         config: ToSTConfig,
         inputs_embeds: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        past_key_values: Cache | None,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> torch.Tensor | dict | None:
         """The padding mask (B, T) of the new tokens; for hybrid models a dict with the masks of all layer types.
 
-        `generate` calls this for compiled decoding, where a mask that grows with the sequence would recompile every step.
+        `generate` calls this for compiled decoding, where a mask that grows with the sequence would recompile every step. It
+        passes the cache by its name in this version of transformers.
         """
+        past_key_values = cache if past_key_values is None else past_key_values
         new_mask = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
         if not config.has_attention:
             return new_mask
@@ -745,6 +750,7 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
+    @accept_cache
     @can_return_tuple
     def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
         self,
@@ -788,7 +794,7 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         return ToSTSequenceClassifierOutputWithPast(
             loss=loss,
             logits=pooled_logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             memberships=outputs.memberships,
@@ -892,6 +898,7 @@ class ToSTForTokenClassification(ToSTPreTrainedModel):
         self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
+    @accept_cache
     @can_return_tuple
     def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
         self,
@@ -954,6 +961,7 @@ class ToSTForQuestionAnswering(ToSTPreTrainedModel):
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
+    @accept_cache
     @can_return_tuple
     def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
         self,

@@ -168,7 +168,7 @@ def _get_tokens(inputs: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _reject_cache(inputs: dict[str, Any]) -> None:
-    if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
+    if any(inputs.get(name) is not None for name in ("past_key_values", "cache")) or inputs.get("use_cache"):
         raise ValueError(
             "A context-parallel model has no cache, as each process has only its shard of the tokens: leave past_key_values "
             "and use_cache out, and generate with a model that is not parallel."
