@@ -11,7 +11,6 @@ prompt, as does the model of books.
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -50,7 +49,9 @@ def run_clm(**arguments) -> None:
     for name, value in arguments.items():
         command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     print("$", " ".join(command), flush=True)
-    subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    status = subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}).returncode
+    if status:
+        sys.exit(status)  # the script has said why
 
 
 def train(files: tuple[Path, Path], output_dir: str, steps: int) -> None:
@@ -93,12 +94,10 @@ def show_results(output_dir: str) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", default="tost-demo", help="the folder of the trained model; replaced if it exists")
+    parser.add_argument("--output_dir", default="tost-demo", help="the folder of the trained model")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps of 2,048 tokens (default: {STEPS})")
     args = parser.parse_args()
     start = time.perf_counter()
-    if (Path(args.output_dir) / "config.json").is_file():
-        shutil.rmtree(args.output_dir)  # of an earlier demo
     with tempfile.TemporaryDirectory() as scratch:
         train(write_dataset(Path(scratch)), args.output_dir, args.steps)
     show_results(args.output_dir)

@@ -3,6 +3,7 @@
 
 import ast
 import dataclasses
+import difflib
 import json
 import logging
 import os
@@ -127,14 +128,17 @@ class _Parser(HfArgumentParser):
         raise ValueError(f"{message}; --help lists the arguments.")
 
     def parse_known_args(self, args=None, namespace=None):
-        """Replaces two defaults of Trainer: 50 logged losses; with --do_eval, evaluation at first and each epoch."""
+        """Replaces defaults of Trainer: 50 losses and ten checkpoints; with --do_eval, evaluation at first and each epoch."""
         defaults = {action.dest: action.default for action in self._actions}
         if "logging_steps" in defaults:
-            self.set_defaults(logging_steps=0.02)
+            self.set_defaults(logging_steps=0.02, save_steps=0.1)
         chooses_evaluation = defaults.get("eval_strategy") == "no"
         if chooses_evaluation:
             self.set_defaults(eval_strategy=None)
         namespace, unknown_args = super().parse_known_args(args, namespace)
+        if names := [arg for arg in unknown_args if arg.startswith("--")]:
+            similar = difflib.get_close_matches(names[0].partition("=")[0], self._option_string_actions, n=1)
+            self.error(f"There is no argument {names[0]}" + (f", but {similar[0]}" if similar else ""))
         if chooses_evaluation and namespace.eval_strategy is None:
             evaluates = namespace.do_train and namespace.do_eval
             namespace.eval_strategy = "epoch" if evaluates else "no"
@@ -303,6 +307,9 @@ def run(main: Callable[[], None]) -> None:
     except (ValueError, OSError, ImportError, FloatingPointError, SafetensorError, StrictDataclassError) as error:
         logger.debug("", exc_info=True)  # with --log_level debug
         sys.exit(f"{Path(sys.argv[0]).name}: error: {error}")
+    except KeyboardInterrupt:
+        logger.error("Interrupted. The same command continues a training from its last checkpoint, if it has saved one.")
+        sys.exit(130)
 
 
 class _Formatter(logging.Formatter):

@@ -226,13 +226,17 @@ def train(trainer: Trainer, model_args, data_args, num_samples: int | None) -> s
     checkpoint, start_step = choose_checkpoint(trainer, args.resume_from_checkpoint), 0
     if checkpoint is not None:
         logger.info(
-            f"Resuming from {checkpoint}; to start afresh, use another --output_dir or --resume_from_checkpoint false."
+            f"Resuming from {checkpoint}, with its optimizer and learning rates; to start afresh, use another --output_dir or "
+            "--resume_from_checkpoint false."
         )
         args.eval_on_start = False  # the checkpoint has its result
         state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE)))
         start_step = state.global_step
-        if args.logging_steps < 1:  # a fraction, which Trainer would compare with the number of the checkpoint
-            args.logging_steps = state.logging_steps
+        for name in ("logging_steps", "save_steps"):
+            if getattr(args, name) < 1:  # a fraction, which Trainer would compare with the number of the checkpoint
+                setattr(args, name, getattr(state, name))
+    if checkpoint is None:
+        record_run(trainer, model_args, data_args)
     result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()  # and the tokenizer or image processor
     if model_args.save_dtype is not None and trainer.is_world_process_zero():
@@ -240,7 +244,7 @@ def train(trainer: Trainer, model_args, data_args, num_samples: int | None) -> s
     has_trained = result.global_step > start_step
     if has_trained:
         save_metrics(trainer, "train", result.metrics, num_samples)
-        record_run(trainer, model_args, data_args)
+        record_run(trainer, model_args, data_args, is_resumed=True)
     if has_trained or not Path(args.output_dir, TRAINER_STATE).is_file():
         trainer.save_state()
     if not has_trained:
@@ -259,17 +263,24 @@ def store_in_dtype(model: PreTrainedModel, folder: str, dtype: str) -> None:
     model.load_state_dict(stored.state_dict())
 
 
-def record_run(trainer: Trainer, model_args, data_args) -> None:
-    """Writes the run's command, dataset and initial model to the output folder, for the card."""
+def record_run(trainer: Trainer, model_args, data_args, is_resumed: bool = False) -> None:
+    """Writes the run's command, dataset and initial model to the output folder, for the card.
+
+    The commands of a run that was resumed by another one are all recorded.
+    """
     if not trainer.is_world_process_zero():
         return
+    file, command = Path(trainer.args.output_dir, RUN_ARGUMENTS), recorded_command(sys.argv)
+    if is_resumed and file.is_file():
+        earlier_commands = json.loads(file.read_text(encoding="utf-8"))["command"].splitlines()
+        command = "\n".join(dict.fromkeys([*earlier_commands, command]))
     run_arguments = {
-        "command": recorded_command(sys.argv),
+        "command": command,
         "dataset_name": data_args.dataset_name,
         "dataset_config_name": data_args.dataset_config_name,
         "model_name_or_path": model_args.model_name_or_path,
     }
-    with staged_file(Path(trainer.args.output_dir, RUN_ARGUMENTS)) as staged:
+    with staged_file(file) as staged:
         staged.write_text(
             json.dumps({name: value for name, value in run_arguments.items() if value}, indent=2) + "\n", encoding="utf-8"
         )

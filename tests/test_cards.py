@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 import tost_hf
 from tost_hf import cli
-from tost_hf.hub.cards import PRESET_CARDS, build_card, preset_card, write_card
+from tost_hf.hub.cards import PRESET_CARDS, build_card, complete_card, preset_card, write_card
 from tost_hf.hub.records import load_card
 from tost_hf.image_processing import make_image_processor
 
@@ -315,18 +315,30 @@ def test_existing_card_is_not_overwritten(bare_folder, capsys):
 
 
 def test_publish_completes_the_card(bare_folder, capsys):
-    """It must name a license, which a card does not have by default."""
+    """It must name a license, which a card does not have by default; a dry run leaves the folder as it was."""
     publish = ["publish", str(bare_folder), "me/other", "--tag", "v1", "--dry-run"]
     assert cli.main(publish) == 1 and "--license" in capsys.readouterr().err
     assert cli.main([*publish, "--license", "mit"]) == 0 and "nothing was sent" in capsys.readouterr().out
+    assert not (bare_folder / "README.md").exists()
+    options = {"revision": "v1", "with_code": True}
+    complete_card(bare_folder, "me/other", "mit", **options)
     card = ModelCard.load(bare_folder / "README.md")
     assert card.data.license == "mit" and '("me/other", revision="v1", trust_remote_code=True)' in card.text
-    path = write_card(bare_folder, overwrite=True)
-    path.write_text(f"{path.read_text()}\n## Mine\n")
-    assert cli.main(publish) == 1 and "--license" in capsys.readouterr().err
-    assert cli.main([*publish, "--license", "apache-2.0"]) == 0
+
+    path = write_card(bare_folder, overwrite=True)  # as a training script does, which adds a section and metadata
     card = ModelCard.load(path)
-    assert card.data.license == "apache-2.0" and "## Mine" in card.text and '("me/other")' in card.text
+    card.text, card.data["datasets"] = f"{card.text.rstrip()}\n\n## Accuracy by class\n", ["me/data"]
+    card.save(path)
+    content = path.read_bytes()
+    assert cli.main(publish) == 1 and "--license" in capsys.readouterr().err
+    assert cli.main([*publish, "--license", "apache-2.0"]) == 0 and path.read_bytes() == content
+    complete_card(bare_folder, "me/other", "apache-2.0", **options)
+    card = ModelCard.load(path)
+    assert card.data.license == "apache-2.0" and card.data["datasets"] == ["me/data"]
+    assert card.text.endswith("## Accuracy by class\n") and '("me/other", revision="v1", trust_remote_code=True)' in card.text
+    path.write_text("---\nlibrary_name: transformers\n---\n# Mine\n")
+    complete_card(bare_folder, "me/other", "mit")
+    assert ModelCard.load(path).data.license == "mit" and ModelCard.load(path).text.strip() == "# Mine"
 
 
 # Code blocks ----------------------------------------------------------------------------------------------------------

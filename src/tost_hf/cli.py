@@ -228,20 +228,26 @@ def _publish(folder: str, repo_id: str, *, license: str | None, space: bool, wit
     to code that is not ToST's, tokens of the Hub, weights with NaN, weights that do not fit config.json, and a card without a
     license.
     """
-    from .hub.cards import add_license, write_card
+    from .hub.cards import complete_card
     from .hub.publishing import publish, publish_space
     from .hub.records import CARD
 
     if license and space:
         raise ValueError("--license is for a model's card; a Space has its own README.md, which `tost-hf space` wrote.")
-    if license and Path(folder, CARD).is_file():
-        add_license(folder, repo_id, license)
-    elif license:
-        write_card(folder, repo_id=repo_id, revision=options["tag"], license=license, with_code=with_code)
     if space:
         publication = publish_space(folder, repo_id, **options)
     else:
-        publication = publish(folder, repo_id, with_code=with_code, **options)
+        card = Path(folder, CARD)
+        content = card.read_bytes() if card.is_file() else None
+        is_published = False
+        try:
+            if license:
+                complete_card(folder, repo_id, license, revision=options["tag"], with_code=with_code)
+            publication = publish(folder, repo_id, with_code=with_code, **options)
+            is_published = not options["dry_run"]
+        finally:
+            if license and not is_published:
+                _restore(card, content)
     num_parameters = publication.num_parameters
     print(f"{publication.repo_id}: " + ("a Space" if num_parameters is None else f"{num_parameters:,} parameters"))
     actions = {"send": publication.uploaded, "delete": publication.deleted, "leave out": publication.left_out}
@@ -254,6 +260,17 @@ def _publish(folder: str, repo_id: str, *, license: str | None, space: bool, wit
         print(f"The repository has all of it already, at {publication.commit_hash}")
     else:
         print(f"Published: {publication.url}")
+
+
+def _restore(file: Path, content: bytes | None) -> None:
+    """Gives a file its earlier content back, or removes it if it was not there."""
+    from .files import staged_file
+
+    if content is None:
+        file.unlink(missing_ok=True)
+    elif file.read_bytes() != content:
+        with staged_file(file) as staged:
+            staged.write_bytes(content)
 
 
 def _verify(model: str, *, revision: str | None) -> int:

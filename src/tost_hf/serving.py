@@ -3,7 +3,9 @@
 
 import os
 
+import torch
 from huggingface_hub.constants import HF_HUB_CACHE
+from transformers import AutoConfig
 from transformers.cli.serving import model_manager
 from transformers.cli.transformers import app
 
@@ -15,12 +17,17 @@ class ModelManager(model_manager.ModelManager):
 
     Raises:
         OSError: there is no such model. transformers asks the Hub again for two minutes.
+        ValueError: it generates no text, or there is no such device.
     """
 
     def __init__(self, **kwargs):
         if kwargs.get("force_model") is not None:
             name, _, revision = kwargs["force_model"].partition(":")[0].partition("@")
             check_model_exists(name, revision or None)
+            if os.path.isdir(name) and AutoConfig.from_pretrained(name).model_type == "tost_vision":
+                raise ValueError(f"{name} is a model of images; the server is for models that generate text.")
+        if str(kwargs.get("device")).startswith("cuda") and not torch.cuda.is_available():
+            raise ValueError("PyTorch finds no CUDA device: leave out --device, or give --device cpu.")
         super().__init__(**kwargs)
 
     def load_model_and_processor(self, *args, **kwargs):

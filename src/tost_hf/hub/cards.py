@@ -121,21 +121,38 @@ def write_card(folder: str | os.PathLike, *, overwrite: bool = False, **options:
     return target
 
 
-def add_license(folder: str | os.PathLike, repo_id: str, license: str) -> None:
-    """Names the license in a card without one, such as that of a training script, whose examples then load from `repo_id`.
+def complete_card(folder: str | os.PathLike, repo_id: str, license: str, **options: Any) -> None:
+    """Names license and repository in a card without a license, such as that of a training script, or writes a missing card.
+
+    What `write_card` wrote before is written again for the repository; what was added below it, and metadata, stay.
+
+    Args:
+        options: the other arguments of `build_card`.
 
     Raises:
         ValueError: the card names another license.
+        FileNotFoundError, ValueError: as in `build_card`.
     """
     path = Path(folder, CARD)
-    card = load_card(path)
-    named_license = card.data.get("license")
+    if not path.is_file():
+        write_card(folder, repo_id=repo_id, license=license, **options)
+        return
+    card, generated = load_card(path), build_card(folder)
+    named_license, text = card.data.get("license"), card.text.rstrip()
     if named_license not in (None, license):
-        raise ValueError(f"The card {path} names the license {named_license!r}, not {license!r}: leave out one of them.")
-    if named_license is None:
+        raise ValueError(f"The card {path} names the license {named_license!r}, not {license!r}: edit it, or omit --license.")
+    if named_license is not None:
+        return
+    if text.startswith(generated.text.rstrip()):
+        new_card = build_card(folder, repo_id=repo_id, license=license, **options)
+        new_card.text = f"{new_card.text.rstrip()}{text[len(generated.text.rstrip()) :]}\n"
+        for name, value in card.data.to_dict().items():
+            if name != "model-index" and new_card.data.get(name) is None:
+                new_card.data[name] = value
+        card = new_card
+    else:  # edited by hand
         card.data["license"] = license
-        card.text = card.text.replace(json.dumps(Path(folder).resolve().name), json.dumps(repo_id))
-        save_card(card, path)
+    save_card(card, path)
 
 
 def save_card(card: ModelCard, path: Path) -> None:
