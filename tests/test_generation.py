@@ -348,3 +348,18 @@ def test_long_prompts_show_a_progress_bar(long_model, tokens, monkeypatch, capsy
     assert "Prefill" in (progress := capsys.readouterr().err) and "150/150" in progress
     long_model.generate(tokens[:, :60], past_key_values=ToSTCache(long_model.config), **GREEDY)
     assert capsys.readouterr().err == ""
+
+
+def test_cache_has_two_names(tiny_model, tokens):
+    """transformers 5.24 renamed `past_key_values` to `cache`: both are accepted in every version, and passed on by its own."""
+    tokens = tokens[:, :32] % tiny_model.config.vocab_size
+    expected = tiny_model(tokens).logits[:, 8:]
+    for name in ("past_key_values", "cache"):
+        cache = ToSTCache(tiny_model.config)
+        tiny_model(tokens[:, :8], **{name: cache})
+        torch.testing.assert_close(tiny_model(tokens[:, 8:], **{name: cache}).logits, expected)
+        cache = ToSTCache(tiny_model.config)
+        output = tiny_model.generate(tokens, **{name: cache}, max_new_tokens=3, do_sample=False)
+        assert cache.get_seq_length() == output.shape[1] - 1
+    with pytest.raises(ValueError, match="two names of one argument"):
+        tiny_model(tokens, past_key_values=cache, cache=cache)
