@@ -213,6 +213,18 @@ def test_restarting_a_finished_run_trains_no_step(tmp_path, clm_args, monkeypatc
     assert "do_eval" not in changes or json.loads((out / "eval_results.json").read_text())["perplexity"] > 1
 
 
+def test_all_commands_of_a_resumed_run_are_recorded(tmp_path, clm_args, monkeypatch):
+    """They are when another command resumes it, such as one with more steps; an interrupted run has recorded its own."""
+    commands = []
+    for max_steps in (2, 4):
+        args = clm_args(save_strategy="steps", save_steps=2, max_steps=max_steps)
+        monkeypatch.setattr(sys, "argv", [str(RUN_CLM), *args])
+        commands.append(scripting.recorded_command(sys.argv))
+        run_clm.main(args)
+    recorded = json.loads((tmp_path / "out/run_arguments.json").read_text())["command"]
+    assert recorded.splitlines() == commands
+
+
 def test_preset_with_options_is_trained_and_loaded(tmp_path, clm_args):
     """Without position embeddings, so that block_size is not limited."""
     overrides = TINY.replace("n_positions=32", "n_positions=null").replace("n_layer=2", "n_layer=4")

@@ -8,6 +8,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import torch
+from conftest import small_vision_config
 from hub_clients import language_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -51,6 +53,11 @@ def test_completions_and_chat(tmp_path):
 def test_missing_model_and_extra(tmp_path, monkeypatch, capsys):
     command = ["serve", str(tmp_path / "absent"), "--device", "cpu"]
     assert main(command) == 1 and "There is no model folder" in capsys.readouterr().err
+    small_vision_config().save_pretrained(tmp_path / "images")
+    assert main(["serve", str(tmp_path / "images")]) == 1 and "a model of images" in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        folder = str(language_folder(tmp_path / "tiny"))
+        assert main(["serve", folder, "--device", "cuda"]) == 1 and "no CUDA device" in capsys.readouterr().err
     monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
     monkeypatch.chdir(Path(__file__).parents[1])
     assert main(command) == 1 and 'pip install -e ".[serve]"' in capsys.readouterr().err

@@ -152,6 +152,7 @@ TEXT = [
     ({"resume_from_checkpoint": "nothing"}, "incomplete"),
     # files of arguments
     ({"nonsense": 1}, "nonsense"),
+    ({"train_fil": "x.txt"}, "no argument --train_fil, but --train_file"),
     (["args.json"], "args.json"),
     (["list.json"], "values"),
     (["key.json"], "nonsense"),
