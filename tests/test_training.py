@@ -11,7 +11,7 @@ from conftest import randomize
 from datasets import Dataset
 from scripts import EXAMPLES
 from text_runs import token_ids, train, training_args
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import AutoTokenizer, DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import tost_hf
 from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
@@ -197,6 +197,16 @@ def test_arguments_that_libraries_would_warn_of(tmp_path, recwarn):
     args = ToSTTrainingArguments(str(tmp_path), gradient_checkpointing=True)
     assert args.gradient_checkpointing and not [w for w in recwarn if "gradient_checkpointing" in str(w.message)]
     assert args.dataloader_pin_memory == torch.accelerator.is_available()
+
+
+def test_padding_token_of_the_tokenizer(tmp_path, tiny_config, text_folder, caplog):
+    tokenizer = AutoTokenizer.from_pretrained(text_folder / "tokenizer")
+    tokenizer.pad_token = tokenizer.eos_token
+    tiny_config.bos_token_id = tiny_config.eos_token_id = tokenizer.eos_token_id
+    model = ToSTForCausalLM(tiny_config)
+    ToSTTrainer(model, training_args(tmp_path, max_steps=1), train_dataset=token_ids(4), processing_class=tokenizer).train()
+    assert model.config.pad_token_id == model.generation_config.pad_token_id == tokenizer.pad_token_id
+    assert "PAD" not in caplog.text
 
 
 def test_trainer_equals_a_training_loop(tmp_path, tiny_config):

@@ -37,10 +37,10 @@ class ModelManager(model_manager.ModelManager):
             model.generation_config.do_sample = True
         return model, processor
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:  # type: ignore[override]  # a static method
-        """The model of the command line, and those of the cache, which transformers lists."""
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:
+        """The model of the command line, as transformers 5.24 lists it by another method, and those of the cache."""
         served = {"id": self.force_model, "object": "model", "created": 0, "owned_by": ""}
-        return [served] * (self.force_model is not None) + super().get_gen_models(cache_dir)
+        return [served] * (self.force_model is not None) + super().get_gen_models(cache_dir)  # type: ignore[misc]
 
 
 def serve(args: list[str]) -> None:

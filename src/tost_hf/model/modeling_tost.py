@@ -661,7 +661,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             logger.warning_once("generate runs without a cache, as gradient checkpointing is on; call eval() for faster text.")
             kwargs["use_cache"] = False
         check_prompt(inputs, kwargs)
-        return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]  # declares another class for self
+        return super().generate(inputs, generation_config, *args, **kwargs)
 
     def _prefill(self, input_ids: torch.LongTensor, generation_config: GenerationConfig, model_kwargs: dict, *args, **kwargs):
         """transformers' prefill, chunked and with a progress bar for prompts of more than 1,024 tokens.

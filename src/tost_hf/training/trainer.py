@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from ..model.layers_tost import FLOAT32_PARAMETERS
 from ..model.modeling_tost import ToSTForCausalLM
@@ -217,6 +217,11 @@ class ToSTTrainer(StreamingTrainer, PublishingTrainer, ParallelTrainer):
             if not causal_lms:
                 raise ValueError("fuse_linear_cross_entropy is for ToSTForCausalLM.")
             causal_lms[0].fuse_linear_cross_entropy = True
+        tokenizer = getattr(self, "processing_class", None)  # Trainer calls `model_init` before it is set
+        if isinstance(tokenizer, PreTrainedTokenizerBase):
+            for config in filter(None, (getattr(model, name, None) for name in ("config", "generation_config"))):
+                if getattr(config, "pad_token_id", None) is None:  # Trainer sets it as well, with a warning
+                    config.pad_token_id = tokenizer.pad_token_id
         return self.shard_sequences(model)
 
     def create_accelerator_and_postprocess(self) -> None:
