@@ -130,8 +130,8 @@ class _Parser(HfArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         """Replaces defaults of Trainer: 50 losses and ten checkpoints; with --do_eval, evaluation at first and each epoch."""
         defaults = {action.dest: action.default for action in self._actions}
-        if "logging_steps" in defaults:
-            self.set_defaults(logging_steps=0.02, save_steps=0.1)
+        fractions = {"logging_steps": 0.02, "save_steps": 0.1}
+        self.set_defaults(**{name: value for name, value in fractions.items() if defaults.get(name) == 500})
         chooses_evaluation = defaults.get("eval_strategy") == "no"
         if chooses_evaluation:
             self.set_defaults(eval_strategy=None)

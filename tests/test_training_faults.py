@@ -190,8 +190,9 @@ IMAGES = [
 
 
 @pytest.fixture
-def start(faulty_inputs, clm_args, image_args, monkeypatch):
-    """Runs a script; a value that names a faulty input is replaced by its path."""
+def start(faulty_inputs, clm_args, image_args, tmp_path, monkeypatch):
+    """Runs a script in an empty folder; a value that names a faulty input is replaced by its path."""
+    monkeypatch.chdir(tmp_path)
     # workers of a DataLoader that an exception references end only after a timeout of 5 seconds each
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
 
