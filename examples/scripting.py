@@ -32,6 +32,7 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 
 from tost_hf import ToSTConfig, ToSTVisionConfig
+from tost_hf.files import is_path
 from tost_hf.hub.cards import save_card
 from tost_hf.hub.contents import HUB_TOKEN
 from tost_hf.hub.loading import check_model_exists
@@ -241,7 +242,7 @@ def load_pretrained(auto_class, name: str, **options):
         OSError: there is no such folder or repository, or the Hub cannot be reached.
         ValueError: it cannot be loaded; the message says why.
     """
-    check_model_exists(name, options.get("revision"), options.get("token"))
+    check_model_exists(name, *map(options.get, ("revision", "token", "cache_dir")))
     try:
         return auto_class.from_pretrained(name, **options)
     except Exception as error:  # the ways of loading raise many types
@@ -267,10 +268,8 @@ def read_dataset(path: str, config_name: str | None = None, **options):
         FileNotFoundError: there is no such file or folder, and its name is not that of a dataset.
         ValueError: the data cannot be read; the message names the file or the dataset.
     """
-    is_path = (
-        path.startswith((".", "/", "~")) or path.count("/") > 1 or (Path(path).suffix and file_extension(path) in LOADERS)
-    )
-    if is_path and not os.path.exists(path):  # datasets would ask the Hub, again and again without a network
+    is_local = is_path(path) or (Path(path).suffix and file_extension(path) in LOADERS)
+    if is_local and not os.path.exists(path):  # datasets would ask the Hub, again and again without a network
         raise FileNotFoundError(f"There is no file or folder {path!r}.")
     try:
         return load_dataset(path, config_name, **options)

@@ -15,6 +15,7 @@ from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForI
 
 import tost_hf
 from tost_hf.cli import main
+from tost_hf.hub.loading import check_model_exists
 from tost_hf.model.configuration_tost import PRESETS
 from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 
@@ -53,6 +54,15 @@ def test_version_and_usage_errors(capsys, argv, status, words):
     with pytest.raises(SystemExit) as exc_info:
         main(argv)
     assert exc_info.value.code == status and words in "".join(capsys.readouterr())
+
+
+def test_cached_repositories_are_not_asked_for(tmp_path):
+    """Whatever is cached of them, such as a tokenizer alone, in any cache; there is no network here."""
+    (tmp_path / "models--me--words").mkdir()
+    check_model_exists("me/words", cache_dir=tmp_path)
+    for name, options in (("me/words", {}), ("me/others", {"cache_dir": tmp_path})):
+        with pytest.raises(OSError, match=f"no folder '{name}', and the Hub"):
+            check_model_exists(name, **options)
 
 
 def test_closed_pipe_ends_silently(tmp_path):

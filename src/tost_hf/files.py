@@ -56,6 +56,11 @@ def check_file(target: Path, overwrite: bool, sources: Iterable[Path] = ()) -> N
         raise FileExistsError(f"The file {target} exists; choose another, or overwrite it (--overwrite).")
 
 
+def is_path(name: str) -> bool:
+    """Whether a name can only be that of a file or folder, not of a repository of the Hub."""
+    return os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
+
+
 def sha256(file: Path) -> str:
     """The SHA-256 of a whole file, in hexadecimal."""
     with open(file, "rb") as content:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from huggingface_hub import HfApi, ModelInfo, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, ModelInfo, snapshot_download
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.file_download import repo_folder_name
 from transformers import (
     AutoImageProcessor,
     AutoTokenizer,
@@ -20,7 +22,7 @@ from transformers import (
 )
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from ..files import open_safetensors
+from ..files import is_path, open_safetensors
 from ..model.configuration_tost import LRA_PRESETS, PRESETS
 from ..model.configuration_tost_vision import VISION_PRESETS
 from .checks import model_class
@@ -44,7 +46,12 @@ def translate_hub_errors() -> Iterator[None]:
         raise OSError(f"The Hub could not be reached, or closed the connection ({error!r}); run the command again.") from error
 
 
-def check_model_exists(source: str | os.PathLike, revision: str | None = None, token: str | None = None) -> None:
+def check_model_exists(
+    source: str | os.PathLike,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | os.PathLike | None = None,
+) -> None:
     """Checks that `source` is a folder, or a model repository that is in the cache or on the Hub.
 
     Raises:
@@ -53,7 +60,8 @@ def check_model_exists(source: str | os.PathLike, revision: str | None = None, t
     name = os.fspath(source)
     if not os.path.isdir(name):
         _check_repository_name(name)
-        if try_to_load_from_cache(name, CONFIG_NAME, revision=revision) is None:
+        cached_folder = repo_folder_name(repo_id=name, repo_type="model")  # also of a tokenizer alone
+        if not Path(cache_dir or HF_HUB_CACHE, cached_folder).is_dir():
             _fetch_model_info(name, revision, token)
 
 
@@ -66,8 +74,7 @@ def _check_repository_name(name: str) -> None:
         else:
             advice = f"The presets, of which `tost-hf init` makes one, are {', '.join(presets)}"
         raise FileNotFoundError(f"There is no model folder {name!r}. {advice}.")
-    is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1 or os.path.exists(name)
-    if is_path or os.path.isdir(os.path.dirname(name)):
+    if is_path(name) or os.path.exists(name) or os.path.isdir(os.path.dirname(name)):
         raise FileNotFoundError(f"There is no model folder {name!r}.")
 
 
