@@ -224,7 +224,9 @@ def train(trainer: Trainer, model_args, data_args, num_samples: int | None) -> s
             f"The weights are {trainer.model.dtype}, in which small updates are lost: train them with --dtype float32."
         )
     checkpoint, start_step = choose_checkpoint(trainer, args.resume_from_checkpoint), 0
-    if checkpoint is not None:
+    if checkpoint is None:
+        record_run(trainer, model_args, data_args)
+    else:
         logger.info(
             f"Resuming from {checkpoint}, with its optimizer and learning rates; to start afresh, use another --output_dir or "
             "--resume_from_checkpoint false."
@@ -235,8 +237,6 @@ def train(trainer: Trainer, model_args, data_args, num_samples: int | None) -> s
         for name in ("logging_steps", "save_steps"):
             if getattr(args, name) < 1:  # a fraction, which Trainer would compare with the number of the checkpoint
                 setattr(args, name, getattr(state, name))
-    if checkpoint is None:
-        record_run(trainer, model_args, data_args)
     result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()  # and the tokenizer or image processor
     if model_args.save_dtype is not None and trainer.is_world_process_zero():
@@ -244,7 +244,8 @@ def train(trainer: Trainer, model_args, data_args, num_samples: int | None) -> s
     has_trained = result.global_step > start_step
     if has_trained:
         save_metrics(trainer, "train", result.metrics, num_samples)
-        record_run(trainer, model_args, data_args, is_resumed=True)
+        if checkpoint is not None:
+            record_run(trainer, model_args, data_args, is_resumed=True)
     if has_trained or not Path(args.output_dir, TRAINER_STATE).is_file():
         trainer.save_state()
     if not has_trained:

@@ -137,15 +137,16 @@ def complete_card(folder: str | os.PathLike, repo_id: str, license: str, **optio
     if not path.is_file():
         write_card(folder, repo_id=repo_id, license=license, **options)
         return
-    card, generated = load_card(path), build_card(folder)
-    named_license, text = card.data.get("license"), card.text.rstrip()
+    card = load_card(path)
+    named_license = card.data.get("license")
     if named_license not in (None, license):
         raise ValueError(f"The card {path} names the license {named_license!r}, not {license!r}: edit it, or omit --license.")
     if named_license is not None:
         return
-    if text.startswith(generated.text.rstrip()):
+    text, generated_text = card.text.rstrip(), build_card(folder).text.rstrip()
+    if text.startswith(generated_text):
         new_card = build_card(folder, repo_id=repo_id, license=license, **options)
-        new_card.text = f"{new_card.text.rstrip()}{text[len(generated.text.rstrip()) :]}\n"
+        new_card.text = f"{new_card.text.rstrip()}{text.removeprefix(generated_text)}\n"
         for name, value in card.data.to_dict().items():
             if name != "model-index" and new_card.data.get(name) is None:
                 new_card.data[name] = value

@@ -31,12 +31,12 @@ def rename_cache(options: dict[str, Any], name: str = CACHE_NAME) -> None:
     Raises:
         ValueError: both names are given.
     """
-    for other_name in {"cache", "past_key_values"} - {name}:
-        if other_name in options:
-            cache = options.pop(other_name)
-            if options.get(name) is not None and cache is not None:
-                raise ValueError("cache and past_key_values are two names of one argument: pass only one of them.")
-            options[name] = options.get(name) if cache is None else cache
+    cache = options.pop("past_key_values" if name == "cache" else "cache", None)
+    if cache is None:
+        return
+    if options.get(name) is not None:
+        raise ValueError("cache and past_key_values are two names of one argument: pass only one of them.")
+    options[name] = cache
 
 
 def accept_cache(forward: Callable) -> Callable:
