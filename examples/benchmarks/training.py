@@ -152,7 +152,6 @@ def train(
             seed=seed,
             save_strategy="no",
             report_to="none",
-            dataloader_pin_memory=torch.cuda.is_available(),
             disable_tqdm=True,
             **({"logging_steps": max(1, steps // 50)} | options),
         )
