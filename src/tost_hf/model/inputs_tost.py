@@ -40,7 +40,7 @@ def rename_cache(options: dict[str, Any], name: str = CACHE_NAME) -> None:
 
 
 def accept_cache(forward: Callable) -> Callable:
-    """Lets a model's `forward` accept `past_key_values` as `cache`, too, in every version of transformers."""
+    """Lets the trunk's `forward`, to which the heads pass both, accept `past_key_values` as `cache` as well."""
 
     @functools.wraps(forward)
     def forward_with_either_name(self, *args, **kwargs):

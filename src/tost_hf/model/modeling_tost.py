@@ -565,7 +565,6 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         self.fuse_linear_cross_entropy = False
         self.post_init()
 
-    @accept_cache
     @can_return_tuple
     def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
         self,
@@ -750,7 +749,6 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
-    @accept_cache
     @can_return_tuple
     def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
         self,
@@ -898,7 +896,6 @@ class ToSTForTokenClassification(ToSTPreTrainedModel):
         self.score = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
-    @accept_cache
     @can_return_tuple
     def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
         self,
@@ -961,7 +958,6 @@ class ToSTForQuestionAnswering(ToSTPreTrainedModel):
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
         self.post_init()
 
-    @accept_cache
     @can_return_tuple
     def forward(  # type: ignore[misc]  # TransformersKwargs names some of these, too
         self,
