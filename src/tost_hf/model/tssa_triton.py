@@ -130,9 +130,7 @@ def _store_tile(pointer, value, first_token, head_offsets, mask, H: tl.constexpr
 @_jit
 def _load_heads(pointer, first_token, head_offsets, mask, H: tl.constexpr):
     """One number per token and head, (TILE, HEADS); 0 and not read where the mask is false. None if `pointer` is None."""
-    if pointer is None:
-        return None
-    else:
+    if pointer is not None:  # without `return None`, which Triton 3.6 cannot compile
         return tl.load(pointer + first_token * H + head_offsets, mask=mask, other=0.0)
 
 
@@ -498,15 +496,14 @@ def chunk_bwd_state_kernel(
 
 @_jit
 def _load_bwd_tile(
-    w, log_decay, mask, grad, membership, sub_chunk_states, chunk, first_token, reverse_index, length, carry_index, heads,
+    w, log_decay, mask, grad, membership, sub_chunk_states, chunk, first_token, start, length, carry_index, heads,
     H: tl.constexpr, P: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the backward, counted from the chunk's end: its offsets and masks, tokens, memberships and output gradient,
-    the state before it, its log decays, and the log decay of the token after each (0 after the chunk, whose carry is decayed).
+    """A tile of the backward, from token `start` of the chunk: its offsets and masks, tokens, memberships and output gradient,
+    and the state before it.
 
     The state is recomputed from that before the tile's sub-chunk: subtractions from later states would cancel digits.
     """
-    start = (tl.cdiv(length, _TILE) - 1 - reverse_index) * _TILE
     if CAUSAL:
         S, N, D = _load_state(sub_chunk_states, chunk * (_CHUNK // _SUB_CHUNK) + start // _SUB_CHUNK, heads, H, P, BLOCK_P)
         for tile_start in range(start // _SUB_CHUNK * _SUB_CHUNK, start, _TILE):
@@ -520,16 +517,17 @@ def _load_bwd_tile(
     else:
         S, N, D = _load_state(sub_chunk_states, carry_index, heads, H, P, BLOCK_P)
     head_offsets, in_bounds, is_real = _tile_offsets(mask, first_token, start, length, heads, H)
-    next_offsets, is_next, _is_real = _tile_offsets(None, first_token, start + 1, length, heads, H)
     x = _load_tile(w, first_token, head_offsets, is_real, H, P, BLOCK_P)
     pi = _load_heads(membership, first_token, head_offsets, is_real, H)
     g = _load_tile(grad, first_token, head_offsets, is_real, H, P, BLOCK_P)
-    return (
-        head_offsets, in_bounds, is_real, x, pi, g, S, N, D,
-        # calls, as tuples may not contain a variable that is None
-        _load_heads(log_decay, first_token, head_offsets, in_bounds, H),
-        _load_heads(log_decay, first_token, next_offsets, is_next, H),
-    )  # fmt: skip
+    return head_offsets, in_bounds, is_real, x, pi, g, S, N, D
+
+
+@_jit
+def _load_next_log_decay(log_decay, first_token, start, length, heads, H: tl.constexpr):
+    """The log decay of the token after each of a tile; 0 after the chunk, whose carry is decayed. None if there is no decay."""
+    head_offsets, in_bounds, _is_real = _tile_offsets(None, first_token, start + 1, length, heads, H)
+    return _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
 
 
 @_jit_any_length
@@ -549,10 +547,13 @@ def chunk_bwd_score_kernel(
     dtemp_sum = tl.zeros([HEADS], tl.float32)
     scale = tl.load(temp + heads, mask=heads < H, other=0.0)
     for reverse_index in range(0, tl.cdiv(length, _TILE)):
-        head_offsets, in_bounds, is_real, x, pi, g, S, N, D, log_a, next_log_a = _load_bwd_tile(
-            w, log_decay, mask, grad, membership, sub_chunk_states, chunk, first_token, reverse_index, length, carry_index,
-            heads, H, P, CAUSAL, BLOCK_P,
+        start = (tl.cdiv(length, _TILE) - 1 - reverse_index) * _TILE
+        head_offsets, in_bounds, is_real, x, pi, g, S, N, D = _load_bwd_tile(
+            w, log_decay, mask, grad, membership, sub_chunk_states, chunk, first_token, start, length, carry_index, heads,
+            H, P, CAUSAL, BLOCK_P,
         )  # fmt: skip
+        log_a = _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
+        next_log_a = _load_next_log_decay(log_decay, first_token, start, length, heads, H)
         N, D, g_scaled, u = _bwd_output(x, pi, g, N, D, log_a, CAUSAL)
         D += _EPS_MEMBERSHIP
         dN = _suffix_sum(u * (pi * D)[:, :, None], carry_dN, next_log_a, CAUSAL)
@@ -585,10 +586,13 @@ def chunk_bwd_input_kernel(
     chunk, heads, first_token, length, carry_index = _locate_program(T, H, HEADS, CAUSAL)
     carry_dS, carry_dN, carry_dD = _load_state(grad_carries, carry_index, heads, H, P, BLOCK_P)
     for reverse_index in range(0, tl.cdiv(length, _TILE)):
-        head_offsets, in_bounds, is_real, x, pi, g, carry_S, carry_N, carry_D, log_a, next_log_a = _load_bwd_tile(
-            w, log_decay, mask, grad, membership, sub_chunk_states, chunk, first_token, reverse_index, length, carry_index,
-            heads, H, P, CAUSAL, BLOCK_P,
+        start = (tl.cdiv(length, _TILE) - 1 - reverse_index) * _TILE
+        head_offsets, in_bounds, is_real, x, pi, g, carry_S, carry_N, carry_D = _load_bwd_tile(
+            w, log_decay, mask, grad, membership, sub_chunk_states, chunk, first_token, start, length, carry_index, heads,
+            H, P, CAUSAL, BLOCK_P,
         )  # fmt: skip
+        log_a = _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
+        next_log_a = _load_next_log_decay(log_decay, first_token, start, length, heads, H)
         q = _load_heads(dscore, first_token, head_offsets, is_real, H)
         N, D, g_scaled, u = _bwd_output(x, pi, g, carry_N, carry_D, log_a, CAUSAL)
         pi_D = (pi * (D + _EPS_MEMBERSHIP))[:, :, None]
