@@ -73,9 +73,10 @@ class ModelArguments(scripting.ModelArguments):
     image_size: int | None = HfArg(
         default=None, help="Side of the images in training and evaluation. Default: the configuration's."
     )
-    crop: str = HfArg(
-        default="center",
-        help="How evaluation resizes images: cropped to the center, or squashed.",
+    crop: str | None = HfArg(
+        default=None,
+        help="How evaluation resizes images: cropped to the center, or squashed. Default: center for square images, the only "
+        "ones that can be cropped, squash for others.",
         metadata={"choices": list(CROPS)},
     )
     teacher_model_name_or_path: str | None = HfArg(

@@ -56,6 +56,20 @@ def test_padded_crop_is_a_window_of_the_reflected_image():
             TrainingView((8, 12), MEAN, STD, padding=padding)
 
 
+@pytest.mark.parametrize("size", [(16, 16), (16, 32), (48, 16)])
+def test_crops_distort_images_of_any_shape_alike(size):
+    """The sides of a crop, read off two gradients, are to those of the view as 3 : 4 to 4 : 3."""
+    y, x = np.mgrid[:240, :240]
+    picture = PILImage.fromarray(np.stack([x, y, 0 * x], -1).astype(np.uint8))
+    view = TrainingView(size, [0, 0, 0], [1, 1, 1], operations=0, erasing=0, scale=(0.1, 0.2))
+    distortions = []
+    for seed in range(200):
+        horizontal, vertical, _ = view(picture, seed) * 255
+        steps = float(horizontal.diff(dim=1).abs().mean()), float(vertical.diff(dim=0).mean())  # pixels per pixel of the view
+        distortions.append(steps[0] / steps[1])
+    assert min(distortions) == pytest.approx(3 / 4, abs=0.06) and max(distortions) == pytest.approx(4 / 3, abs=0.06)
+
+
 def test_repeated_augmentation():
     sampler = RepeatedSampler(10, repeats=3, seed=1)
     first_epoch = list(sampler)
@@ -106,8 +120,7 @@ def test_top_k_accuracy():
 # The image processor --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [16, (16, 24)])
-@pytest.mark.parametrize("crop", ["center", "squash"])
+@pytest.mark.parametrize("size, crop", [(16, "center"), (16, "squash"), ((16, 24), None)])
 def test_image_processor_accepts_all_modes(tmp_path, size, crop):
     rgb = PILImage.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8))
     rgba = rgb.copy()
@@ -154,6 +167,21 @@ def test_evaluation_crops():
     squash = make_image_processor(32, "squash")(picture, return_tensors="np")["pixel_values"][0]
     np.testing.assert_allclose(squash[:, 0, 0], low, rtol=1e-5)
     np.testing.assert_allclose(squash[:, 16, 16], high, rtol=1e-5)
+
+
+def test_images_that_are_not_square_are_shown_as_a_whole(tmp_path):
+    """One of the model's size is not resized, any other is; by the loaded processor as well."""
+    config = ToSTVisionConfig(image_size=(64, 128))
+    save_image_processor(config, tmp_path)
+    picture = np.random.default_rng(0).integers(0, 256, (64, 128, 3), np.uint8)
+    normalized = (picture / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    other = PILImage.fromarray(picture).resize((300, 100))
+    for processor in (make_image_processor(config), load_processor(tmp_path)):
+        pixels = processor(picture, return_tensors="np")["pixel_values"][0]
+        np.testing.assert_allclose(pixels, normalized.transpose(2, 0, 1), rtol=1e-5, atol=1e-5)
+        assert processor(other)["pixel_values"][0].shape == (3, 64, 128)
+    with pytest.raises(ValueError, match="no center crop of 64 x 128 pixels"):
+        make_image_processor(config, "center")
 
 
 def test_saved_processors_of_other_channel_counts(tmp_path, caplog):

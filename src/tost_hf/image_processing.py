@@ -59,7 +59,7 @@ _StrictImageProcessor.__name__ = ViTImageProcessorPil.__name__  # by which trans
 
 
 def make_image_processor(
-    config_or_size: "ToSTVisionConfig | int | tuple[int, int]", crop: str = "center"
+    config_or_size: "ToSTVisionConfig | int | tuple[int, int]", crop: str | None = None
 ) -> ViTImageProcessorPil:
     """The processor that converts images of any size to `pixel_values`, normalized with ImageNet's mean and deviation.
 
@@ -72,7 +72,8 @@ def make_image_processor(
         config_or_size: the configuration of a model, whose `image_size` and `num_channels` are used, or the side or (height,
             width) of RGB images.
         crop: "center" resizes the shorter side and crops the center, as after pre-training; "squash" resizes both sides,
-            whatever the aspect ratio, as after fine-tuning.
+            whatever the aspect ratio, as after fine-tuning. Default: "center" for square images, "squash" for others, which
+            transformers cannot resize to the smallest size that covers them.
 
     Returns:
         A processor that works without torchvision. `save_pretrained` saves it, `AutoImageProcessor` loads it. Its
@@ -80,7 +81,8 @@ def make_image_processor(
 
     Raises:
         ImportError: Pillow is not installed.
-        ValueError: `crop` is neither of these, a side is below 1, or the model has neither 3 channels nor 1.
+        ValueError: `crop` is neither of these or "center" for images that are not square, a side is below 1, or the model
+            has neither 3 channels nor 1.
 
     Example:
         >>> processor = make_image_processor(model.config)
@@ -88,7 +90,7 @@ def make_image_processor(
     """
     from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, PILImageResampling
 
-    if crop not in CROPS:
+    if crop not in (None, *CROPS):
         raise ValueError(f"crop must be one of {', '.join(CROPS)}, got {crop!r}.")
     image_size = getattr(config_or_size, "image_size", config_or_size)
     height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
@@ -101,10 +103,15 @@ def make_image_processor(
     if num_channels == 1:
         mean, std = ([sum(values) / 3] for values in (mean, std))
     output_size = {"height": height, "width": width}
-    do_center_crop = crop == "center"
+    if crop == "center" and height != width:
+        raise ValueError(
+            f"There is no center crop of {height} x {width} pixels: transformers resizes the shorter side, to one size for "
+            'images of any shape. Choose crop="squash".'
+        )
+    do_center_crop = height == width and crop != "squash"
     return _StrictImageProcessor(
         do_convert_rgb=num_channels == 3,
-        size={"shortest_edge": max(height, width)} if do_center_crop else output_size,
+        size={"shortest_edge": height} if do_center_crop else output_size,
         resample=PILImageResampling.BICUBIC,
         do_center_crop=do_center_crop,
         crop_size=output_size if do_center_crop else None,

@@ -78,7 +78,8 @@ class TrainingView:
         self.operations, self.probability = operations, probability
         self.magnitude, self.magnitude_std = magnitude, magnitude_std
         self.mean, self.std = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
-        self.crop = ResizedCropGenerator(self.size, scale, (3 / 4, 4 / 3))
+        aspect = width / height  # views of any shape distort an image alike, by up to a third
+        self.crop = ResizedCropGenerator(self.size, scale, (3 / 4 * aspect, 4 / 3 * aspect))
         self.increasing, self.decreasing = (
             RandAugment(1, 1, [[entry] for entry in entries]) for entries in (_INCREASING, _DECREASING)
         )
