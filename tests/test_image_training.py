@@ -129,6 +129,7 @@ def test_ema_weights_are_saved_and_restored(tmp_path):
         saved = ToSTForImageClassification.from_pretrained(folder, subfolder="ema").state_dict()
         assert all(torch.equal(value, ema_state[name]) for name, value in saved.items())
         assert not torch.equal(load_file(folder / "model.safetensors")["classifier.weight"], saved["classifier.weight"])
+        assert "use_cache" not in (folder / "config.json").read_text()  # Trainer sets it in the configuration of any model
 
     resumed = make_trainer(tmp_path, ema_decay=0.6)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))

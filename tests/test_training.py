@@ -1,6 +1,7 @@
 """Training: the recipe, ToSTTrainer, the fused loss, PEFT, metrics and Accelerate's configuration files."""
 
 import inspect
+import json
 import logging
 import math
 
@@ -197,6 +198,34 @@ def test_arguments_that_libraries_would_warn_of(tmp_path, recwarn):
     args = ToSTTrainingArguments(str(tmp_path), gradient_checkpointing=True)
     assert args.gradient_checkpointing and not [w for w in recwarn if "gradient_checkpointing" in str(w.message)]
     assert args.dataloader_pin_memory == torch.accelerator.is_available()
+
+
+@pytest.mark.parametrize("argument", ["model", "model_init"])
+def test_use_cache_is_saved_as_before_training(tmp_path, tiny_config, argument):
+    """In checkpoints and after an interruption, too; Trainer sets it to False. Training computes no cache."""
+    caches = []
+
+    def interrupt(module, args, output):
+        caches.append(output.past_key_values)
+        if len(caches) == 4:
+            raise KeyboardInterrupt
+
+    def make_model():
+        model = ToSTForCausalLM(tiny_config)
+        model.register_forward_hook(interrupt)
+        return model
+
+    args = training_args(tmp_path, save_strategy="steps", save_steps=2)
+    trainer = ToSTTrainer(
+        **{argument: make_model() if argument == "model" else make_model}, args=args, train_dataset=token_ids(8)
+    )
+    trainer.save_model(str(tmp_path / "start"))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.save_model(str(tmp_path / "end"))
+    assert caches == [None] * 4 and trainer.model.config.use_cache
+    for name in ("start", "out/checkpoint-2", "end"):
+        assert json.loads((tmp_path / name / "config.json").read_text())["use_cache"] is True
 
 
 def test_padding_token_of_the_tokenizer(tmp_path, tiny_config, text_folder):

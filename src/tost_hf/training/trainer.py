@@ -3,8 +3,9 @@
 
 import math
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -198,13 +199,17 @@ class ToSTTrainer(StreamingTrainer, PublishingTrainer, ParallelTrainer):
     model: nn.Module  # not None after __init__, also with `model_init`
 
     def __init__(self, model=None, args: TrainingArguments | None = None, **kwargs):
+        self._use_cache = _get_use_cache(model)
         super().__init__(model, ToSTTrainingArguments() if args is None else args, **kwargs)
+        _set_use_cache(self.model, self._use_cache)  # Trainer has set it to that of the arguments, which would be saved
         self.add_callback(FiniteLossCallback())
         if self.model_init is None:
             self.model = self.model_wrapped = self.prepare_model(self.model)
 
     def call_model_init(self, trial=None) -> nn.Module:
-        return self.prepare_model(super().call_model_init(trial))
+        model = super().call_model_init(trial)
+        self._use_cache = _get_use_cache(model)
+        return self.prepare_model(model)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Applies the arguments that concern the model, also to each model that `model_init` returns.
@@ -246,6 +251,13 @@ class ToSTTrainer(StreamingTrainer, PublishingTrainer, ParallelTrainer):
                 "devices that Accelerate supports, or without FSDP."
             )
 
+    def compute_loss_context_manager(self) -> ExitStack:
+        """Context of each forward pass, in which the model's configuration has the `use_cache` of the arguments."""
+        stack = super().compute_loss_context_manager()
+        stack.callback(_set_use_cache, self.model, _get_use_cache(self.model))
+        _set_use_cache(self.model, self.args.use_cache)
+        return stack
+
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         """`Trainer.evaluate`, after which training has the random numbers that it would have without."""
         with torch.random.fork_rng(devices=[]):  # a DataLoader draws its seed on the CPU
@@ -259,6 +271,19 @@ class ToSTTrainer(StreamingTrainer, PublishingTrainer, ParallelTrainer):
             # DeepSpeed's ZeRO-3 flattens parameters and stores their shape in `ds_shape`
             if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 and name.rpartition(".")[2] not in NO_WEIGHT_DECAY
         ]
+
+
+def _get_use_cache(model: nn.Module | None) -> bool | None:
+    """`use_cache` of a model's configuration; None if it has none."""
+    return getattr(getattr(model, "config", None), "use_cache", None)
+
+
+def _set_use_cache(model: nn.Module, use_cache: bool | None) -> None:
+    config: Any = getattr(model, "config", None)
+    if use_cache is not None and config is not None:
+        config.use_cache = use_cache
+    elif hasattr(config, "use_cache"):
+        del config.use_cache
 
 
 __all__ = ["BaseTrainingArguments", "ToSTTrainer", "ToSTTrainingArguments"]
