@@ -4,7 +4,7 @@ import json
 
 import pytest
 from conftest import needs_auto_processor
-from hub_clients import CARD, contents, equal_outputs, language_folder, language_model, vision_folder
+from hub_clients import CARD, Clients, contents, equal_outputs, language_folder, language_model, vision_folder
 
 import tost_hf
 
@@ -159,3 +159,43 @@ def test_verify_detects_a_corrupted_file(hub, clients, folder):
     (snapshot / "tokenizer.json").resolve().write_bytes(b"{}")
     result = clients.command("verify", "tost/corrupted")
     assert result.status == 1 and "tokenizer.json." in result.output, result.output
+
+
+# argv: repository
+FROM_PRETRAINED = """
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(argv[0])
+AutoTokenizer.from_pretrained(argv[0])
+"""
+# as `tost-hf export`, `inspect` and `space` load it
+RESOLVE = (
+    FROM_PRETRAINED
+    + """
+from tost_hf.hub.checks import load_config
+from tost_hf.hub.loading import load_model, resolve_model_folder
+folder = resolve_model_folder(argv[0])
+loaded = load_model(folder, load_config(folder)).state_dict()
+assert loaded.keys() == model.state_dict().keys() and all(x.equal(loaded[name]) for name, x in model.state_dict().items())
+"""
+)
+
+
+def test_offline_with_a_filled_cache(hub, clients, folder, tmp_path):
+    """What `from_pretrained` or `verify` downloaded by name is found by both of them, and by all commands."""
+    head = hub.create("tost/offline", contents(folder))
+    hub.create("tost/verified", contents(folder))
+    clients.command("info", "tost/offline").check()  # downloads the card, but no weights
+    clients.run(FROM_PRETRAINED, "tost/offline").check()
+    clients.command("verify", "tost/verified").check()
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(clients.folder / "home")}
+    with Clients(hub, tmp_path, "import tost_hf.cli", **environment) as offline:
+        num_requests = len(hub.requests)
+        for name in ("tost/offline", "tost/verified"):
+            offline.run(RESOLVE, name).check()
+            assert "hashes    not compared" in offline.command("verify", name).check().output
+        output = offline.command("info", "tost/offline").check().output
+        size = (folder / "model.safetensors").stat().st_size
+        assert f"tost/offline at {head}" in output and f"model.safetensors ({size:,} bytes)" in output
+        failure = offline.command("verify", "tost/nowhere")
+        assert failure.status == 1 and "no folder 'tost/nowhere', and the Hub cannot be asked" in failure.output
+        assert len(hub.requests) == num_requests

@@ -3,14 +3,22 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from huggingface_hub import HfApi, ModelInfo, snapshot_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HTTPError,
+    IncompleteSnapshotError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from huggingface_hub.file_download import repo_folder_name
 from transformers import (
     AutoImageProcessor,
@@ -27,7 +35,7 @@ from ..model.configuration_tost import LRA_PRESETS, PRESETS
 from ..model.configuration_tost_vision import VISION_PRESETS
 from .checks import model_class
 from .contents import TOKENIZER_FILES, linked_folder, weights_files
-from .records import IMAGE_PROCESSOR_FILES
+from .records import CARD, IMAGE_PROCESSOR_FILES
 
 
 NUM_TOKENS = 16
@@ -62,7 +70,8 @@ def check_model_exists(
         _check_repository_name(name)
         cached_folder = repo_folder_name(repo_id=name, repo_type="model")  # also of a tokenizer alone
         if not Path(cache_dir or HF_HUB_CACHE, cached_folder).is_dir():
-            _fetch_model_info(name, revision, token)
+            with _name_repository_in_errors(name):
+                HfApi(token=token).model_info(name, revision=revision)
 
 
 def _check_repository_name(name: str) -> None:
@@ -78,41 +87,44 @@ def _check_repository_name(name: str) -> None:
         raise FileNotFoundError(f"There is no model folder {name!r}.")
 
 
-def _fetch_model_info(name: str, revision: str | None, token: str | None, **options) -> ModelInfo:
-    """`HfApi.model_info`, with an OSError that says what `name` is not."""
+@contextmanager
+def _name_repository_in_errors(name: str) -> Iterator[None]:
+    """Raises an OSError that says what `name` is not, where a repository is neither in the cache nor obtained from the Hub."""
     try:
-        return HfApi(token=token).model_info(name, revision=revision, **options)
+        yield
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(f"{name!r} is neither a folder nor a repository of the Hub that you may read.") from error
-    except HfHubHTTPError:  # of a revision that does not exist, for example
+    except (HfHubHTTPError, IncompleteSnapshotError):  # of a revision that does not exist, for example; they name it
         raise
-    except (HTTPError, OfflineModeIsEnabled) as error:
+    except (HTTPError, OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         raise OSError(f"There is no folder {name!r}, and the Hub cannot be asked for a repository ({error!r}).") from error
 
 
 @translate_hub_errors()
-def download(
-    repo_id: str, revision: str | None = None, token: str | None = None, patterns: list[str] | None = None
-) -> tuple[Path, ModelInfo]:
-    """Downloads a model repository, or those of its files outside subfolders that match `patterns`.
+def resolve_model_folder(
+    source: str | os.PathLike, revision: str | None = None, token: str | None = None, *, only_description: bool = False
+) -> Path:
+    """Returns the folder of a model: of a repository the one in the cache, which is named by the commit, after downloading it.
 
-    Returns:
-        The cache folder, and the Hub's model info.
-    """
-    _check_repository_name(repo_id)
-    info = _fetch_model_info(repo_id, revision, token, files_metadata=True)
-    ignored = "*/*" if patterns else None
-    folder = snapshot_download(repo_id, revision=info.sha, token=token, allow_patterns=patterns, ignore_patterns=ignored)
-    return Path(folder), info
+    Without access to the Hub, it is what the cache contains of the revision.
 
-
-def resolve_model_folder(source: str | os.PathLike, revision: str | None = None) -> Path:
-    """Returns the folder of a model, downloading it if `source` is a repository.
+    Args:
+        only_description: download the configuration and the card only.
 
     Raises:
-        OSError: there is no such folder or repository, or the Hub cannot be reached.
+        OSError: there is no such folder or repository, the Hub cannot be reached, or a file is missing from the cache.
     """
-    return Path(source) if os.path.isdir(source) else download(os.fspath(source), revision)[0]
+    name = os.fspath(source)
+    if os.path.isdir(name):
+        return Path(name)
+    _check_repository_name(name)
+    with _name_repository_in_errors(name):
+        if not only_description:
+            return Path(snapshot_download(name, revision=revision, token=token))
+        folder = Path(hf_hub_download(name, CONFIG_NAME, revision=revision, token=token)).parent
+        with suppress(EntryNotFoundError):
+            hf_hub_download(name, CARD, revision=folder.name, token=token)
+        return folder
 
 
 def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import HfApi, ModelInfo
-from huggingface_hub.errors import OfflineModeIsEnabled
+from huggingface_hub import HfApi, is_offline_mode
+from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
@@ -21,7 +21,7 @@ from ..version import __version__
 from .cards import describe
 from .checks import check_card, load_config, model_class
 from .contents import check_no_hub_token, check_references, model_files
-from .loading import NUM_TOKENS, check_loading, download
+from .loading import NUM_TOKENS, check_loading, resolve_model_folder
 from .records import CARD, load_card
 
 
@@ -39,23 +39,24 @@ class Check:
 
 
 def verify(source: str | os.PathLike, *, revision: str | None = None, token: str | None = None) -> list[Check]:
-    """Checks a model folder, or a repository of the Hub after downloading it.
+    """Checks a model folder, or a repository of the Hub after downloading it; with HF_HUB_OFFLINE, what the cache contains.
 
-    Compares the hashes of downloaded files with the Hub's listing; checks the configuration, the code, the card's metadata (a
-    repository's also by the Hub), and the tensors' names, shapes and values; loads the model, from the files that `publish`
-    sends and no others, with this package's code, never with remote code, and runs it: a language model must generate the
-    same tokens with and without its cache, a vision model must return finite logits.
+    Compares the hashes of downloaded files with the Hub's listing, except offline; checks the configuration, the code, the
+    card's metadata (a repository's also by the Hub), and the tensors' names, shapes and values; loads the model, from the
+    files that `publish` sends and no others, with this package's code, never with remote code, and runs it: a language model
+    must generate the same tokens with and without its cache, a vision model must return finite logits.
 
     Returns:
         One `Check` for each of these; the source is valid if all of them passed.
 
     Raises:
-        OSError: the repository or the revision does not exist, or the Hub cannot be reached.
+        OSError: the repository or the revision does not exist, or is not in the cache and the Hub cannot be reached.
 
     Example:
         >>> [check.name for check in verify("./my-tost") if not check.passed]
     """
-    folder, hub_info = (Path(source), None) if os.path.isdir(source) else download(str(source), revision, token)
+    folder = resolve_model_folder(source, revision, token)
+    is_repository = not os.path.isdir(source)
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     checks: list[Check] = []
 
@@ -67,20 +68,22 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
             checks.append(Check(name, False, f"{prefix}{error}"))
         return checks[-1].passed
 
-    if hub_info is not None:
-        check("hashes", lambda: _check_hashes(hub_info, token))
+    if is_repository:
+        check("hashes", lambda: _check_hashes(str(source), folder, token))
     check("files", lambda: _check_files(files))
     # if the configuration may refer to foreign code, the model is not built
     if check("config", lambda: _check_config(folder, files)):
         config = load_config(folder)
         check("code", lambda: _check_code(folder, config))
         check("model", lambda: _run(folder, config))
-    check("card", lambda: _check_card(folder, online=hub_info is not None))
+    check("card", lambda: _check_card(folder, online=is_repository))
     return checks
 
 
-def _check_hashes(hub_info: ModelInfo, token: str | None) -> str:
-    result = HfApi(token=token).verify_repo_checksums(hub_info.id, revision=hub_info.sha)
+def _check_hashes(repo_id: str, folder: Path, token: str | None) -> str:
+    if is_offline_mode():
+        return "not compared with the repository's listing, as HF_HUB_OFFLINE is set"
+    result = HfApi(token=token).verify_repo_checksums(repo_id, revision=folder.name)
     if invalid_paths := [*(mismatch["path"] for mismatch in result.mismatches), *result.missing_paths]:
         raise ValueError(
             f"Missing from {result.verified_path}, or different from the repository's listing: {', '.join(invalid_paths)}."
@@ -150,17 +153,18 @@ def info(source: str | os.PathLike, *, revision: str | None = None, token: str |
     """Facts about a model folder or repository, for `tost-hf info`; of a repository only small files are downloaded.
 
     Returns:
-        Displayed names and values.
+        Displayed names and values. Without access to the Hub, the weights are those in the cache.
     """
     facts = {}
-    if os.path.isdir(source):
-        folder = Path(source)
-        sizes = {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
-    else:
-        folder, hub_info = download(str(source), revision, token, ["*config.json", CARD])
-        facts["repository"] = f"{hub_info.id} at {hub_info.sha}{', private' if hub_info.private else ''}"
-        file_sizes = {sibling.rfilename: sibling.size or 0 for sibling in hub_info.siblings or []}
-        sizes = {name: size for name, size in file_sizes.items() if name.endswith(".safetensors")}
+    folder = resolve_model_folder(source, revision, token, only_description=True)
+    sizes = {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
+    if not os.path.isdir(source):
+        facts["repository"] = f"{source} at {folder.name}"
+        with contextlib.suppress(HTTPError, OfflineModeIsEnabled):  # without the Hub, of what the cache contains
+            hub_info = HfApi(token=token).model_info(str(source), revision=folder.name, files_metadata=True)
+            facts["repository"] += ", private" if hub_info.private else ""
+            file_sizes = {sibling.rfilename: sibling.size or 0 for sibling in hub_info.siblings or []}
+            sizes = {name: size for name, size in file_sizes.items() if name.endswith(".safetensors")}
     config = load_config(folder)
     facts["model"] = model_class(config).__name__
     with name_file_in_errors(folder / CONFIG_NAME):
