@@ -218,6 +218,23 @@ class KernelTests:
         mask[0, 2:4] = mask[0, 5] = mask[0, 60] = mask[1, :3] = mask[1, 83:] = False
         self.check(self.make_form(form, 2, 86, 2, 8, state=masked), mask if masked else None, seq_idx)
 
+    @pytest.mark.parametrize("form, value", [("causal", float("inf")), ("decay", float("nan"))])
+    def test_infinities_and_nan_stay_within_their_packed_sequence(self, form, value):
+        """Outputs, states and gradients of the others, in the same chunk and beyond, are those beside finite tokens."""
+        seq_idx = make_seq_idx([(5, 40, 3, 70), (80, 38)]).to(self.device)
+        is_other = seq_idx != torch.tensor([[1], [0]], device=self.device)
+        leaves = self.make_form(form, 2, 118, 2, 8, state=False)
+        results = []
+        for number in (0.5, value):
+            w = leaves["w"].detach().clone()
+            w[0, 20, 1, 2] = w[1, 70, 0, 5] = number
+            inputs = {name: x for name, x in (leaves | {"w": w.requires_grad_()}).items() if name != "temp"}
+            outputs = self.run(inputs | {"temp": leaves["temp"]}, seq_idx=seq_idx)
+            grads = torch.autograd.grad([x.float().square().sum() for x in outputs], list(inputs.values()))
+            results.append([*(x[is_other] for x in (*outputs[:2], *grads)), *outputs[2:]])
+        assert not outputs[0].isfinite().all()
+        assert all(torch.equal(x, y) for x, y in zip(*results))
+
     @pytest.mark.parametrize("causal", [True, False])
     def test_clamped_sums(self, causal):
         """Zero tokens, a zero channel, and tokens and a channel below epsilon: no gradient passes an active clamp."""
@@ -383,8 +400,33 @@ class KernelTests:
             assert all(torch.equal(x, y) for x, y in zip(expected, outputs))
         assert all(torch.equal(x, y) for x, y in zip(expected, self.run(leaves)))
 
-    def test_second_derivatives_raise(self):
-        leaves = self.make(1, 5, 2, 8)
-        (grad,) = torch.autograd.grad(self.run(leaves)[0].square().sum(), leaves["w"], create_graph=True)
-        with pytest.raises(RuntimeError, match=r"no autograd formula|differentiate twice"):
-            grad.sum().backward()
+    @pytest.mark.parametrize("form", FORMS)
+    def test_second_derivatives(self, form):
+        """A gradient penalty, to which every input contributes through every output; the bias depends on w, too."""
+        leaves, causal, mask = self.make_form(form, 2, 20, 2, 8), form != "bidirectional", padding_mask(20).to(self.device)
+        results = []
+        for run, dtype in ((self.run, torch.float32), (run_operator, torch.float64)):
+            inputs = {name: x.detach().to(dtype).requires_grad_() for name, x in leaves.items()}
+            operands = inputs | ({"bias": inputs["bias"] + 0.1 * inputs["w"].sum(-1)} if causal else {})
+            outputs = run(operands, mask, causal=causal)
+            grads = torch.autograd.grad([x.square().sum() for x in outputs], list(inputs.values()), create_graph=True)
+            penalty = sum(x.square().sum() for x in grads)
+            results.append((*grads, *torch.autograd.grad(penalty, list(inputs.values()))))
+        assert all(relative_rms(actual, expected) < 1e-5 for actual, expected in zip(*results))
+
+    @pytest.mark.parametrize("form", ["causal", "bidirectional", "step"])
+    def test_forward_mode(self, form):
+        """The tangent equals a difference quotient in float64."""
+        w, temp = torch.randn(1, 6, 2, 8, device=self.device), torch.ones(2, device=self.device)
+        tangent = torch.randn_like(w)
+
+        def run(w, backend):
+            if form == "step":
+                return tssa_step(w[:, 0], temp.to(w.dtype), backend=backend).output
+            return tssa(w, temp.to(w.dtype), causal=form == "causal", backend=backend).output
+
+        with torch.autograd.forward_ad.dual_level():
+            output = run(torch.autograd.forward_ad.make_dual(w, tangent), self.backend)
+            actual = torch.autograd.forward_ad.unpack_dual(output).tangent
+        ahead, behind = (run(w.double() + step * tangent.double(), "torch") for step in (1e-5, -1e-5))
+        assert relative_rms(actual, (ahead - behind) / 2e-5) < 1e-4

@@ -11,7 +11,9 @@ from transformers import DynamicCache, GenerationMixin, StaticCache
 
 from tost_hf import ToSTCache, ToSTForCausalLM, TSSAState, load_cache, prefill_cache, save_cache
 from tost_hf.model import modeling_tost
+from tost_hf.model.cache_tost import CausalStatisticsLayer
 from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
+from tost_hf.model.tssa_reference import zero_state
 
 
 MAX_NEW_TOKENS = 24
@@ -155,6 +157,20 @@ def test_repeated_crops(tiny_model):
     empty = fill_cache(tiny_model, tokens[:, :5], record=True)
     empty.crop(-5)
     assert all((x == 0).all() for x in state_tensors(empty))
+
+
+def test_crop_keeps_tokens_without_membership():
+    """Under tensor parallelism a real token's memberships can underflow to 0 in all heads of a process."""
+    layer = CausalStatisticsLayer()
+    layer.activate_past_recording()
+    w, membership = torch.randn(1, 4, 2, 8), torch.rand(1, 2, 4)
+    membership[..., 1] = membership[..., 2] = 0
+    mask = torch.tensor([[True, True, False, True]])
+    layer.update_state(zero_state(w), w, membership, mask=mask)
+    layer.crop(-1)
+    expected = w[0, 0].square() + w[0, 1].square()
+    torch.testing.assert_close(layer.state.sum_sq[0], expected)
+    torch.testing.assert_close(layer.state.sum_membership[0].float(), membership[0, :, 0])
 
 
 @pytest.mark.parametrize("static", [False, True])

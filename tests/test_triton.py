@@ -41,7 +41,7 @@ def patch_interpreter_for_speed() -> None:
 
 def _scan_first_axis(self, inputs):
     """A scan along the first axis, vectorized over the others; the interpreter's works element by element."""
-    outputs, as_arrays = [x.handle.data.copy() for x in inputs], "_scan_combine_log" not in self.combine_fn.fn.__name__
+    outputs, as_arrays = [x.handle.data.copy() for x in inputs], "_scan_combine" not in self.combine_fn.fn.__name__
     for i in range(1, len(outputs[0])):
         pair = [x[j] for j in (i - 1, i) for x in outputs]
         if not as_arrays:  # it calls Triton functions, beyond sums and products

@@ -159,6 +159,30 @@ def test_packed_sequences_equal_separate_sequences(op, causal):
             torch.testing.assert_close([x[element] for x in out.final_state], [x[0] for x in separate.final_state], **F64)
 
 
+@pytest.mark.parametrize("backend", ["torch", None])
+@pytest.mark.parametrize(
+    "causal, value", [(True, float("nan")), (True, float("inf")), (False, float("nan")), (False, float("inf"))]
+)
+def test_infinities_and_nan_stay_within_their_packed_sequence(causal, value, backend):
+    """Outputs, gradients and the final state of the others are those of the same sequences on their own."""
+    tolerance = {"rtol": 1e-5, "atol": 1e-6}
+    lengths, start = (5, 30, 20, 15), 5  # the second is poisoned
+    w = torch.randn(1, 70, 3, 5)
+    w[0, start + 9, 1, 2] = value
+    out = tssa(w.requires_grad_(), torch.ones(3), causal=causal, seq_idx=make_seq_idx([lengths]), backend=backend)
+    (grad,) = torch.autograd.grad(out.output.square().sum(), w)
+    assert not out.output[:, start : start + 30].isfinite().all()
+    for sequence in (slice(0, 5), slice(35, 55), slice(55, 70)):
+        separate = tssa(w[:, sequence].double(), torch.ones(3), causal=causal)
+        expected_grad = torch.autograd.grad(separate.output.square().sum(), w)[0][:, sequence]
+        torch.testing.assert_close(out.output[:, sequence].double(), separate.output, **tolerance)
+        torch.testing.assert_close(out.membership[..., sequence].double(), separate.membership, **tolerance)
+        torch.testing.assert_close(grad[:, sequence], expected_grad, **tolerance)
+    if causal:
+        for actual, expected in zip(out.final_state, separate.final_state):
+            torch.testing.assert_close(actual.double(), expected.double(), **tolerance)
+
+
 @pytest.mark.parametrize("kind, lengths", [(None, (40, 30)), (None, (1, 69)), ("position", (1, 2, 67)), ("position", (69, 1))])
 def test_chunked_prefill(op, kind, lengths):
     w, temp, bias = make()

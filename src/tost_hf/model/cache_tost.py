@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from .configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
 from .layers_tost import left_padding_indices, permute_tokens
-from .tssa_reference import TSSAState, as_state
+from .tssa_reference import TSSAState, apply_decay, as_state, mask_padding
 
 
 # Layer ----------------------------------------------------------------------------------------------------------------
@@ -29,6 +29,7 @@ class RecordedTokens(NamedTuple):
 
     w: torch.Tensor  # projected, (B, t, H, p)
     membership: torch.Tensor  # (B, t, H), 0 at padding
+    mask: torch.Tensor  # (B, t), true at real tokens
     log_decay: torch.Tensor | None  # (B, t, H); None without decay
     inputs: torch.Tensor | None  # of the layer, (B, t, D); None without a convolution
 
@@ -174,6 +175,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         w: torch.Tensor,
         membership: torch.Tensor,
         *,
+        mask: torch.Tensor | None = None,
         log_decay: torch.Tensor | None = None,
         inputs: torch.Tensor | None = None,
         conv_state: torch.Tensor | None = None,
@@ -184,6 +186,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
             state: the recurrent state after these tokens.
             w: the projected tokens, (B, T, H, p).
             membership: their membership, (B, H, T), 0 at padding.
+            mask: (B, T), true or 1 at real tokens; None if all are.
             log_decay: logarithm of their decay, (B, T, H); None without decay.
             inputs: the layer's inputs, (B, T, D); required with a convolution.
             conv_state: the last of the inputs, (B, conv_kernel - 1, D); None without a convolution.
@@ -197,7 +200,8 @@ class CausalStatisticsLayer(CacheLayerMixin):
                 self.set_conv_state(torch.zeros_like(conv_state))
             if not self._recorded_tokens:
                 self._base_state = _map_tensors(torch.clone, LayerState(self._stored_state(), self.conv_state))
-            self._recorded_tokens.append(RecordedTokens(w, membership.transpose(1, 2), log_decay, inputs))
+            mask = torch.ones(w.shape[:2], dtype=torch.bool, device=w.device) if mask is None else mask.bool()
+            self._recorded_tokens.append(RecordedTokens(w, membership.transpose(1, 2), mask, log_decay, inputs))
         self.set_state(state)
         self.set_conv_state(conv_state)
         if self.static:
@@ -336,17 +340,16 @@ def _can_update_in_place(x: torch.Tensor) -> bool:
 def _add_tokens(layer_state: LayerState, tokens: RecordedTokens) -> LayerState:
     """The state of a layer after more tokens."""
     state, membership, conv_state = layer_state.recurrent_state, tokens.membership, layer_state.conv_state
-    # the membership is 0 in every head at padding, and only there
-    mask = membership.sum(-1) != 0
-    x = tokens.w.to(state.sum_sq.dtype).masked_fill(~mask[..., None, None], 0)
+    mask = tokens.mask  # not inferred from memberships, which may underflow to 0 in the heads of a tensor-parallel process
+    x = mask_padding(tokens.w, ~mask, state.sum_sq.dtype)
     terms = TSSAState(sq := x * x, sq * membership.unsqueeze(-1), membership)
     if tokens.log_decay is not None:
         log_decay = tokens.log_decay.masked_fill(~mask.unsqueeze(-1), 0)
         reverse_cumsum = log_decay.flip(1).cumsum(1).flip(1)  # of each token and all later ones
         decay = (reverse_cumsum - log_decay).exp()  # of each token's terms, by all later tokens
-        terms = TSSAState(*(term * decay.view(*decay.shape, *[1] * (term.ndim - 3)) for term in terms))
+        terms = TSSAState(*(apply_decay(term, decay) for term in terms))
         total_decay = reverse_cumsum[:, :1].sum(1).exp()  # 1 if there are no tokens
-        state = TSSAState(*(old * total_decay.view(*total_decay.shape, *[1] * (old.ndim - 2)) for old in state))
+        state = TSSAState(*(apply_decay(old, total_decay) for old in state))
     sums = TSSAState(*(old + term.sum(1) for old, term in zip(state, terms)))
     if conv_state is not None:
         assert tokens.inputs is not None  # recorded with the state of the convolution

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .tssa import TSSAOutput, find_kernels, tssa, tssa_step
-from .tssa_reference import TSSAState, compute_dtype, sequence_starts
+from .tssa_reference import TSSAState, compute_dtype, has_tangent, sequence_starts
 
 
 # Short convolution ----------------------------------------------------------------------------------------------------
@@ -54,39 +54,54 @@ class ShortConvolution(nn.Module):
         Returns:
             The convolved tokens (B, T, D), and the last `kernel_size - 1` real inputs (B, kernel_size - 1, D), oldest first.
         """
-        state_len, T = self.kernel_size - 1, hidden_states.shape[1]
         mask = None if mask is None else mask.bool()
         seq_idx = None if seq_idx is None else sequence_starts(seq_idx).cumsum(1)  # as numbers may repeat
-        is_on_cpu = hidden_states.device.type == "cpu" and hidden_states.dtype == self.weight.dtype != torch.float16
-        if is_on_cpu and find_kernels(hidden_states, None, "step" if T == 1 else "causal") == "numba":
+        inputs = hidden_states, self.weight, mask, seq_idx, conv_state
+        if (
+            hidden_states.device.type == "cpu"
+            and hidden_states.dtype == self.weight.dtype != torch.float16
+            and not has_tangent(hidden_states, self.weight, conv_state)
+            and find_kernels(hidden_states, None, "step" if hidden_states.shape[1] == 1 else "causal") == "numba"
+        ):
             from .tssa_cpu import convolve
 
-            return convolve(hidden_states, self.weight, mask, seq_idx, conv_state)
-        seq_idx = None if seq_idx is None else F.pad(seq_idx, (state_len, 0))
-        window = F.pad(hidden_states, (0, 0, state_len, 0))
-        if conv_state is not None:
-            window = torch.cat([conv_state.to(hidden_states.dtype), hidden_states], 1)
-        indices = None
-        if mask is not None:
-            indices = left_padding_indices(F.pad(mask, (state_len, 0), value=True))
-            window = permute_tokens(window, indices)
-            seq_idx = None if seq_idx is None else permute_tokens(seq_idx, indices)
-        weights = self.weight.unbind(1)
-        output = window[:, state_len:] * (1 + weights[0])
-        for j in range(1, self.kernel_size):
-            earlier = window[:, state_len - j : state_len - j + T]
-            if seq_idx is not None:
-                is_other_sequence = seq_idx[:, state_len - j : state_len - j + T] != seq_idx[:, state_len:]
-                earlier = earlier.masked_fill(is_other_sequence.unsqueeze(-1), 0)
-            output = torch.addcmul(output, earlier, weights[j])
-        if indices is not None:  # restore the original order; the output at padding is arbitrary
-            indices = (indices[:, state_len:] - state_len).clamp_min(0)
-            output = output.gather(1, indices.unsqueeze(-1).expand_as(output))
-        # a copy, as a view would keep the whole window in memory
-        return output, window[:, T:].clone()
+            return convolve(*inputs)
+        return convolve_reference(*inputs)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, kernel_size={self.kernel_size}"
+
+
+def convolve_reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    conv_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ShortConvolution` of tokens x (B, T, D) in plain PyTorch, with weight (D, K) and packed sequences numbered from 1."""
+    kernel_size, T = weight.shape[1], x.shape[1]
+    state_len = kernel_size - 1
+    seq_idx = None if seq_idx is None else F.pad(seq_idx, (state_len, 0))
+    window = F.pad(x, (0, 0, state_len, 0)) if conv_state is None else torch.cat([conv_state.to(x.dtype), x], 1)
+    indices = None
+    if mask is not None:
+        indices = left_padding_indices(F.pad(mask, (state_len, 0), value=True))
+        window = permute_tokens(window, indices)
+        seq_idx = None if seq_idx is None else permute_tokens(seq_idx, indices)
+    weights = weight.unbind(1)
+    output = window[:, state_len:] * (1 + weights[0])
+    for j in range(1, kernel_size):
+        earlier = window[:, state_len - j : state_len - j + T]
+        if seq_idx is not None:
+            is_other_sequence = seq_idx[:, state_len - j : state_len - j + T] != seq_idx[:, state_len:]
+            earlier = earlier.masked_fill(is_other_sequence.unsqueeze(-1), 0)
+        output = torch.addcmul(output, earlier, weights[j])
+    if indices is not None:  # restore the original order; the output at padding is arbitrary
+        indices = (indices[:, state_len:] - state_len).clamp_min(0)
+        output = output.gather(1, indices.unsqueeze(-1).expand_as(output))
+    # a copy, as a view would keep the whole window in memory
+    return output, window[:, T:].clone()
 
 
 def left_padding_indices(mask: torch.Tensor) -> torch.Tensor:
@@ -328,9 +343,8 @@ class TokenStatisticsSelfAttention(nn.Module):
         output, membership, state = self._compute_statistics(w, position_ids, log_decay, attention_mask, seq_idx, cache_layer)
         if cache_layer is not None:
             assert state is not None  # only causal layers have a cache
-            cache_layer.update_state(
-                TSSAState(*state), w, membership, log_decay=log_decay, inputs=inputs, conv_state=conv_state
-            )
+            options = {"mask": attention_mask, "log_decay": log_decay, "inputs": inputs, "conv_state": conv_state}
+            cache_layer.update_state(TSSAState(*state), w, membership, **options)
         if self.training and self.attention_dropout > 0:
             ones = torch.ones_like(output) if self.causal else output.new_ones(B, 1, self.num_heads, self.head_dim)
             output = output * F.dropout(ones, self.attention_dropout)

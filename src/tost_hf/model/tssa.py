@@ -23,6 +23,7 @@ from .tssa_reference import (
     as_state,
     bidirectional,
     compute_dtype,
+    has_tangent,
     is_traced,
     reset_at_starts,
     select_bias,
@@ -99,7 +100,8 @@ def tssa(
 
     Returns:
         `TSSAOutput` with the output (B, T, H, p) in `w`'s dtype, the membership (B, H, T) and, for the causal form, the state
-        after the last token (of each batch element's last packed sequence). All three are differentiable once.
+        after the last token (of each batch element's last packed sequence). All three are differentiable any number of
+        times, by autograd of the reference implementation after the first, and in forward mode by that implementation.
 
     Raises:
         ValueError: shapes disagree, `initial_state` / `bias` / `log_decay` is passed to the bidirectional form, `log_decay` is
@@ -122,13 +124,14 @@ def tssa(
     dtype = compute_dtype(w.dtype)
     mask = None if mask is None else mask.bool()
     log_decay = _expand_log_decay(log_decay, mask, w.shape[:3], dtype)
-    needs_grad = _needs_grad(w, temp, bias, log_decay, *(initial_state or ()))
+    tensors = w, temp, bias, log_decay, *(initial_state or ())
+    needs_grad = _needs_grad(*tensors)
     if causal and seq_idx is not None:
         log_decay = reset_at_starts(log_decay, seq_idx, dtype)
     temp, form = temp.to(dtype), "causal" if causal else "bidirectional"
     state = None if initial_state is None else as_state(initial_state, w)
     kernels = None
-    if softmax is None and (causal or seq_idx is None):
+    if softmax is None and (causal or seq_idx is None) and not has_tangent(*tensors):
         kernels = find_kernels(w, backend, form, normalize_scores, decay=log_decay is not None, gradients=needs_grad)
     if kernels == "numba":
         from .tssa_cpu import tssa_cpu
@@ -197,7 +200,8 @@ def tssa_step(
     ```
     """
     _check_log_decay(log_decay, w, causal=True)
-    needs_grad = _needs_grad(w, temp, bias, log_decay, *(initial_state or ()))
+    tensors = w, temp, bias, log_decay, *(initial_state or ())
+    needs_grad = _needs_grad(*tensors)
     state = zero_state(w.unsqueeze(1)) if initial_state is None else as_state(initial_state, w)
     if in_place and initial_state is not None and (needs_grad or any(x is not y for x, y in zip(state, initial_state))):
         raise ValueError(
@@ -207,7 +211,7 @@ def tssa_step(
     temp = temp.reshape(-1).to(dtype)
     log_decay = _expand_log_decay(log_decay, mask, w.shape[:2], dtype)
     kernels = None
-    if softmax is None:
+    if softmax is None and not has_tangent(*tensors):
         kernels = find_kernels(w, backend, "step", normalize_scores, decay=log_decay is not None)
     if kernels == "numba" and needs_grad:
         from .tssa_cpu import tssa_cpu

@@ -27,9 +27,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
 
-from .tssa_reference import EPS_MEMBERSHIP, EPS_NORM, EPS_SUM_SQ, TSSAState, custom_operator, state_dtypes, state_shapes
+from .tssa_reference import (
+    EPS_MEMBERSHIP,
+    EPS_NORM,
+    EPS_SUM_SQ,
+    TSSAState,
+    bidirectional,
+    causal,
+    custom_operator,
+    differentiate_reference,
+    select_bias,
+    state_dtypes,
+    state_shapes,
+)
 
 
 try:
@@ -815,7 +826,7 @@ def _make_operator(name, schema, compute, fake, setup_context, differentiate) ->
             setup_context(ctx, inputs, output)
             return output
 
-        backward = staticmethod(once_differentiable(differentiate))  # type: ignore[assignment]
+        backward = staticmethod(differentiate)  # type: ignore[assignment]
 
     def run(*inputs):
         if torch.compiler.is_compiling():
@@ -919,27 +930,40 @@ _backward = _make_backward(
 
 
 def _setup_context(ctx, inputs, output):
-    w, temp, bias, positions, mask, log_decay, S, _, _, ctx.normalize_scores, ctx.causal, _ = inputs
-    ctx.save_for_backward(w, temp, positions, mask, log_decay, output[1], *output[5:])
+    *tensors, ctx.normalize_scores, ctx.causal, _ = inputs
+    ctx.save_for_backward(*tensors, output[1], *output[5:])
     ctx.mark_non_differentiable(*output[5 if ctx.causal else 2 :])
     ctx.set_materialize_grads(False)
-    ctx.bias_shape, ctx.has_state = None if bias is None else bias.shape, S is not None
+
+
+def _run_reference(normalize_scores, is_causal, w, temp, bias, positions, mask, log_decay, S, N, D):
+    padding = None if mask is None else ~mask
+    if not is_causal:
+        return bidirectional(w, temp, padding, normalize_scores=normalize_scores)
+    state, bias = None if S is None else TSSAState(S, N, D), select_bias(bias, positions, temp.dtype)
+    options = {"log_decay": log_decay, "normalize_scores": normalize_scores}
+    output, membership, final_state = causal(w, temp, bias, padding, state, **options)
+    return output, membership, *final_state
 
 
 def _differentiate(ctx, *grads):
     # accessed once, as activation checkpointing recomputes them at each access
-    w, temp, positions, mask, log_decay, *saved = ctx.saved_tensors
+    w, temp, bias, positions, mask, log_decay, S, N, D, *saved = ctx.saved_tensors
+    if torch.is_grad_enabled():  # create_graph=True
+        reference = functools.partial(_run_reference, ctx.normalize_scores, ctx.causal)
+        inputs = w, temp, bias, positions, mask, log_decay, S, N, D
+        return *differentiate_reference(reference, inputs, grads[:5]), None, None, None
     inputs = w, temp, mask, log_decay, *saved, *grads[:5], ctx.normalize_scores, ctx.causal
     grad_w, grad_temp, grad_score, grad_log_decay, *grad_state = _backward(*inputs)
     grad_bias = None
     if ctx.needs_input_grad[2]:
         grad_bias = w.shape[-1] * grad_score
         if positions is None:
-            grad_bias = grad_bias.sum_to_size(ctx.bias_shape)
+            grad_bias = grad_bias.sum_to_size(bias.shape)
         else:
-            table = grad_bias.new_zeros(ctx.bias_shape)
+            table = grad_bias.new_zeros(bias.shape)
             grad_bias = table.index_add(0, positions.flatten(), grad_bias.flatten(0, 1))
-    grad_decay, grad_state = None if log_decay is None else grad_log_decay, grad_state if ctx.has_state else [None] * 3
+    grad_decay, grad_state = None if log_decay is None else grad_log_decay, [None] * 3 if S is None else grad_state
     return grad_w, grad_temp, grad_bias, None, None, grad_decay, *grad_state, None, None, None
 
 
@@ -995,11 +1019,15 @@ def _setup_convolution_context(ctx, inputs, output):
 
 def _differentiate_convolution(ctx, *grads):
     inputs = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        from .layers_tost import convolve_reference  # which imports this file
+
+        return tuple(differentiate_reference(convolve_reference, inputs, grads))
     grad_x, grad_weight, grad_state = _convolution_backward(*inputs, *grads)
     return grad_x, grad_weight, None, None, None if inputs[-1] is None else grad_state
 
 
-# As `layers_tost.ShortConvolution`, with sequences numbered from 1; weight (D, K) of the dtype of x (B, T, D)
+# As `layers_tost.convolve_reference`; weight of the dtype of x
 convolve = _make_operator(
     "convolution_cpu_forward",
     "(Tensor x, Tensor weight, Tensor? mask, Tensor? seq_idx, Tensor? conv_state) -> (Tensor, Tensor)",
@@ -1045,7 +1073,7 @@ def tssa_cpu(
 
     Returns:
         The output (B, T, H, p) in `w`'s dtype, the membership (B, T, H), and the state after the last token (None in the
-        bidirectional form), all differentiable once.
+        bidirectional form), all differentiable; second derivatives are the reference implementation's.
     """
     tokens = w.float() if w.dtype == torch.float16 else w
     log_decay = None if log_decay is None else log_decay.expand(w.shape[:3])

@@ -30,10 +30,11 @@ padding; `log_decay` (B, T, H) or (B, T, 1), log a_t in the compute dtype, 0 at 
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 
@@ -73,6 +74,34 @@ class TSSAState(NamedTuple):
 def is_traced() -> bool:
     """Whether values cannot be read: a compiler traces, or a transform of torch.func is active."""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def has_tangent(*tensors: torch.Tensor | None) -> bool:
+    """Whether forward-mode automatic differentiation is under way and one of the tensors has a tangent."""
+    if torch.compiler.is_compiling():
+        return False
+    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def differentiate_reference(
+    reference: Callable[..., Iterable[torch.Tensor]],
+    inputs: Sequence[torch.Tensor | None],
+    grads: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor | None]:
+    """The gradients of `inputs` by autograd, with a graph: the backward of kernels where second derivatives are needed.
+
+    Args:
+        reference: a function of `inputs` that computes the kernels' outputs.
+        grads: the outputs' gradients; None for 0.
+    """
+    with torch.enable_grad():
+        # views, as these are partial derivatives: an input may have been computed from another
+        inputs = [x if x is None or not x.requires_grad else x.view_as(x) for x in inputs]
+        pairs = [(x, grad) for x, grad in zip(reference(*inputs), grads) if grad is not None and x.requires_grad]
+        outputs, output_grads = zip(*pairs)
+        variables = [x for x in inputs if x is not None and x.requires_grad]
+        results = iter(torch.autograd.grad(outputs, variables, output_grads, create_graph=True, allow_unused=True))
+    return [next(results) if x is not None and x.requires_grad else None for x in inputs]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -127,6 +156,12 @@ def mask_padding(w: torch.Tensor, padding: torch.Tensor | None, dtype: torch.dty
 def unsqueeze_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Appends dimensions of size 1 to x, up to the number of dimensions of `like`."""
     return x.view(*x.shape, *[1] * (like.ndim - x.ndim))
+
+
+def apply_decay(total: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """`total` (..., H, n) or (..., H) times `decay` (..., H). A decay of 0 resets it: infinities and NaN do not remain."""
+    decay = unsqueeze_like(decay, total)
+    return total.masked_fill(decay == 0, 0) * decay
 
 
 def sequence_starts(seq_idx: torch.Tensor) -> torch.Tensor:
@@ -243,11 +278,12 @@ def step(
     Returns:
         Output (B, H, p) in the dtype of `w`, membership (B, H), and the state after the token.
     """
-    add, multiply = (torch.Tensor.add_, torch.Tensor.mul_) if in_place else (torch.add, torch.mul)
+    add = torch.Tensor.add_ if in_place else torch.add
     if log_decay is not None:
         # in float64, since a rounded decay close to 1 would add the same error at every step
         decay = log_decay.to(state.sum_membership.dtype).exp().expand(state.sum_membership.shape)
-        state = TSSAState(*(multiply(s, unsqueeze_like(decay, s)).to(s.dtype) for s in state))
+        decayed = (apply_decay(s, decay).to(s.dtype) for s in state)
+        state = TSSAState(*(s.copy_(x) if in_place else x for s, x in zip(state, decayed)))
     x = mask_padding(w, padding, temp.dtype)
     sq = x * x
     sum_sq = add(state.sum_sq, sq)
@@ -295,7 +331,7 @@ def _decayed_sum(decay: torch.Tensor, x: torch.Tensor, initial_sum: torch.Tensor
         # programs for any length run the number of steps of the longest sequence
         steps = MAX_SCAN_STEPS if torch.compiler.is_compiling() else len(block).bit_length()
         carry, _ = _scan_by_doubling(carry, block_decay, block, steps)
-    sums = sums + unsqueeze_like(decay_product, sums) * carry.index_select(1, position // BLOCK_TOKENS)
+    sums = sums + apply_decay(carry.index_select(1, position // BLOCK_TOKENS), decay_product)
     return sums if initial_sum is None else sums[:, 1:]
 
 
@@ -311,7 +347,7 @@ def _scan_by_doubling(
     for distance in (2**step for step in range(steps)):
         at_start, earlier_position = (offset < distance)[None], (position - distance).clamp_min(0)
         earlier_total = total.index_select(1, earlier_position).masked_fill(unsqueeze_like(at_start, total), 0)
-        total = total + unsqueeze_like(decay_product, total) * earlier_total
+        total = total + apply_decay(earlier_total, decay_product)
         decay_product = decay_product * decay_product.index_select(1, earlier_position).masked_fill(at_start[..., None], 1)
     return total, decay_product
 

@@ -23,6 +23,7 @@ The kernels are registered as custom operators, which are opaque to compilers. T
 
 from __future__ import annotations
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,6 +38,7 @@ from .tssa_reference import (
     bidirectional,
     causal,
     custom_operator,
+    differentiate_reference,
     zero_state,
 )
 
@@ -193,22 +195,30 @@ def _compute_decay(log_decay):
 
 
 @_jit
-def _apply_decay(total, log_decay):
+def _apply_decay(total, decay):
+    """total * decay. A decay of 0 resets the total: infinities and NaN do not reach other packed sequences."""
+    return tl.where(decay == 0, 0.0, total * decay)
+
+
+@_jit
+def _apply_log_decay(total, log_decay):
     """total * exp(log_decay). A decay close to 1 is not rounded first, which would add the same error at every step."""
-    return tl.where(log_decay > -0.1, total + total * _expm1_poly(log_decay), total * tl.exp(log_decay))
+    weakly_decayed = total + total * _expm1_poly(log_decay)
+    return tl.where(log_decay > -0.1, weakly_decayed, _apply_decay(total, tl.exp(log_decay)))
 
 
 @_jit
 def _scan_combine(decay, total, decayed_prev, next_decay, next_total, next_decayed_prev):
     """Combines two adjacent ranges of tokens: the product of the decays, the decayed sum, and the decayed sum without
     the last token."""
-    return decay * next_decay, total * next_decay + next_total, total * next_decay + next_decayed_prev
+    decayed = _apply_decay(total, next_decay)
+    return decay * next_decay, decayed + next_total, decayed + next_decayed_prev
 
 
 @_jit
 def _scan_combine_log(log_decay, total, next_log_decay, next_total):
     """Combines two adjacent ranges of chunks. Sums log decays, as products of many decays close to 1 lose digits."""
-    return log_decay + next_log_decay, total * tl.exp(next_log_decay) + next_total
+    return log_decay + next_log_decay, _apply_decay(total, tl.exp(next_log_decay)) + next_total
 
 
 @_jit
@@ -228,7 +238,7 @@ def _decayed_scan(values, carry, log_decay):
     """Prefix sums with decay, continued from `carry`, and the decayed sum before each token, not computed as a difference."""
     is_first = _unsqueeze_like(tl.arange(0, values.shape[0]) == 0, values)
     decay = tl.broadcast_to(_unsqueeze_like(_compute_decay(log_decay), values), values.shape)
-    decayed_prev = tl.where(is_first, decay * tl.expand_dims(carry, 0), 0.0)
+    decayed_prev = tl.where(is_first, _apply_decay(tl.expand_dims(carry, 0), decay), 0.0)
     _, values, decayed_prev = tl.associative_scan((decay, decayed_prev + values, decayed_prev), 0, _scan_combine)
     return values, decayed_prev
 
@@ -390,7 +400,7 @@ def state_passing_kernel(
             head = tl.where(column < 2 * H * P, column // P % H, column - 2 * H * P)
             log_decay = tl.load(chunk_log_decay + previous_chunk[:, None] * H + head[None, :], mask=load_mask, other=0.0)
             log_decay, x = tl.associative_scan((log_decay, x), 0, _scan_combine_log)
-            x += tl.exp(log_decay) * carry[None, :]
+            x += _apply_decay(carry[None, :], tl.exp(log_decay))
             tl.store(carries + offsets, x, mask=store_mask)
             carry = tl.sum(tl.where((j == j0 + BLOCK_N - 1)[:, None], x, 0.0), 0)
         else:
@@ -478,7 +488,7 @@ def chunk_bwd_state_kernel(
         dD = u * pi[:, :, None] * running_N
         if log_decay is not None:  # multiplied last: strong decays times small memberships would be subnormal
             decay_to_tokens = tl.exp(log_a_sum[None, :] + tl.cumsum(log_a, 0))[:, :, None]
-            dN, dD = dN * decay_to_tokens, dD * decay_to_tokens
+            dN, dD = _apply_decay(dN, decay_to_tokens), _apply_decay(dD, decay_to_tokens)
             log_a_sum += tl.sum(log_a, 0)
         dN_sum += tl.sum(dN, 0)
         dD_sum -= tl.sum(dD, 0)
@@ -525,7 +535,7 @@ def _load_bwd_tile(
 
 @_jit
 def _load_next_log_decay(log_decay, first_token, start, length, heads, H: tl.constexpr):
-    """The log decay of the token after each of a tile; 0 after the chunk, whose carry is decayed. None if there is no decay."""
+    """The log decay of the token after each one of a tile; 0 after the chunk, whose carry is decayed. None without decay."""
     head_offsets, in_bounds, _is_real = _tile_offsets(None, first_token, start + 1, length, heads, H)
     return _load_heads(log_decay, first_token, head_offsets, in_bounds, H)
 
@@ -571,7 +581,8 @@ def chunk_bwd_score_kernel(
             carry_dD = _select_token(dD, 0)
         dS_sum = _select_token(_suffix_sum(dS, dS_sum, next_log_a, True), 0)
     if log_decay is not None:
-        dS_sum *= _compute_decay(tl.load(log_decay + first_token * H + heads, mask=heads < H, other=0.0))[:, None]
+        decay = _compute_decay(tl.load(log_decay + first_token * H + heads, mask=heads < H, other=0.0))
+        dS_sum = _apply_decay(dS_sum, decay[:, None])
     tl.store(dtemp + chunk * H + heads, dtemp_sum, mask=heads < H)
     _store_state(totals, chunk, dS_sum, None, None, heads, H, P, BLOCK_P)
 
@@ -635,7 +646,7 @@ def step_kernel(
     D = tl.load(sum_membership + head_offsets, mask=is_head, other=0.0)
     if log_decay is not None:
         log_a = tl.load(log_decay + head_offsets, mask=is_real, other=0.0)
-        S, N, D = _apply_decay(S, log_a[:, None]), _apply_decay(N, log_a[:, None]), _apply_decay(D, log_a)
+        S, N, D = _apply_log_decay(S, log_a[:, None]), _apply_log_decay(N, log_a[:, None]), _apply_log_decay(D, log_a)
     S += x * x
     score = tl.sum(x * x / _clamp(S, True)[0], 1)
     if bias is not None:
@@ -720,6 +731,16 @@ class _Launcher:
 
 
 # Custom operators. They cannot return None: outputs that are not needed are empty tensors. -----------------------------
+
+
+def _concatenate_state(state: TSSAState) -> torch.Tensor:
+    """A state as float32 rows, (B, 2 C + H)."""
+    return torch.cat([x.float().flatten(1) for x in state], 1)
+
+
+def _split_state(rows: torch.Tensor, H: int, p: int) -> TSSAState:
+    S, N, D = rows.split([H * p, H * p, H], 1)
+    return TSSAState(S.view(-1, H, p), N.view(-1, H, p), D)
 
 
 @custom_operator("tssa_forward")
@@ -816,8 +837,19 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+def _run_reference(is_causal, w, temp, bias, mask, log_decay, initial):
+    padding = None if mask is None else ~mask
+    if not is_causal:
+        return bidirectional(w, temp, padding)
+    state = None if initial is None else _split_state(initial, *w.shape[2:])
+    output, membership, final_state = causal(w, temp, bias, padding, state, log_decay)
+    return output, membership, _concatenate_state(final_state)
+
+
 def _differentiate(ctx, *grads):
     saved = ctx.saved_tensors  # accessed once, as activation checkpointing recomputes them at each access
+    if torch.is_grad_enabled():  # create_graph=True
+        return *differentiate_reference(functools.partial(_run_reference, ctx.causal), saved[:6], grads[:3]), None
     needs_decay_grad = ctx.needs_input_grad[4]
     dw, dtemp, dscore, dlog_decay, dinitial = _backward(*grads[:3], *saved, ctx.causal, needs_decay_grad)
     bias, initial = saved[2], saved[5]
@@ -911,16 +943,15 @@ def tssa_triton(
 
     Returns:
         The output (B, T, H, p) in `w`'s dtype, the membership (B, T, H), and the state after the last token (None in the
-        bidirectional form), all differentiable once.
+        bidirectional form), all differentiable; second derivatives are the reference implementation's.
     """
     B, T, H, p = w.shape
     bias, log_decay = (None if x is None else x.expand(B, T, H) for x in (bias, log_decay))
-    initial_state = None if state is None else torch.cat([x.float().flatten(1) for x in state], 1)
+    initial_state = None if state is None else _concatenate_state(state)
     output, membership, final_state, _ = _forward(w, temp.contiguous(), bias, mask, log_decay, initial_state, causal)
     if not causal:
         return output, membership, None
-    S, N, D = final_state.split([H * p, H * p, H], 1)
-    return output, membership, as_state((x.contiguous() for x in (S.view(B, H, p), N.view(B, H, p), D)), w)
+    return output, membership, as_state((x.contiguous() for x in _split_state(final_state, H, p)), w)
 
 
 # Self-check against the float64 reference, before the first use for a device, token shape and dtype --------------------

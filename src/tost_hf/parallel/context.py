@@ -34,7 +34,7 @@ from ..model.layers_tost import (
 )
 from ..model.modeling_tost import ToSTAttention, ToSTForCausalLM, ToSTModel
 from ..model.tssa import TSSAOutput, tssa
-from ..model.tssa_reference import TSSAState, compute_dtype, mask_padding, sequence_starts, zero_state
+from ..model.tssa_reference import TSSAState, apply_decay, compute_dtype, mask_padding, sequence_starts, zero_state
 from .collectives import gather
 
 
@@ -337,7 +337,7 @@ class PrefixStates(NamedTuple):
         if self.log_decay is not None:
             log_decay = self.log_decay.masked_fill(is_not_earlier.view(-1, 1, 1), 0)
             log_decay_after = F.pad(log_decay[1:], (0, 0, 0, 0, 0, 1)).flip(0).cumsum(0).flip(0)
-            sums = sums * log_decay_after.exp().unsqueeze(-1).to(sums.dtype)
+            sums = apply_decay(sums, log_decay_after.exp().to(sums.dtype))
         prefix_sum = sums.sum(0)
         return prefix_sum if self.continues is None else prefix_sum.masked_fill(~self.continues.view(-1, 1, 1), 0)
 
@@ -393,7 +393,7 @@ def _compute_sum_sq(
         starts = torch.cat([seq_idx[:, :1] != 0, sequence_starts(seq_idx)[:, 1:]], 1)
         log_a = log_a.masked_fill(starts.unsqueeze(-1), float("-inf"))
     log_decay_after = F.pad(log_a[:, 1:], (0, 0, 0, 1)).flip(1).cumsum(1).flip(1)  # summed over all tokens after each one
-    decayed_x = x * (log_decay_after / 2).exp().unsqueeze(-1)
+    decayed_x = apply_decay(x, (log_decay_after / 2).exp())
     return (decayed_x * decayed_x).sum(1), log_a.sum(1)
 
 
