@@ -826,7 +826,7 @@ def _make_operator(name, schema, compute, fake, setup_context, differentiate) ->
             setup_context(ctx, inputs, output)
             return output
 
-        backward = staticmethod(differentiate)  # type: ignore[assignment]
+        backward = staticmethod(differentiate)
 
     def run(*inputs):
         if torch.compiler.is_compiling():
