@@ -1,9 +1,11 @@
 """Distillation of image classifiers: the loss, the teacher's labels and input, the trainer and the script with a teacher."""
 
+import numpy as np
 import pytest
 import run_image_classification as script
 import torch
 from image_runs import NAMES, digit_examples, digit_pictures, tiny_teacher, tiny_vision_model, training_args
+from PIL import Image as PILImage
 from safetensors.torch import load_file
 from scripts import losses
 from torch.nn import functional as F
@@ -116,9 +118,22 @@ def test_input_is_that_of_the_teachers_processor(changes):
     if "crop_size" in changes:  # the crop is the whole input
         teacher_processor = ViTImageProcessorPil(size={"height": 24, "width": 24}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
     expected = teacher_processor(picture, return_tensors="pt")["pixel_values"].float()
-    rounding = 1 if teacher.format.size != (16, 16) else 0  # Pillow rounds resized pixels
-    unit = teacher.format.scale / 255 / teacher.format.std[0]
-    torch.testing.assert_close(converted, expected, rtol=0, atol=(rounding + 1e-3) * unit)
+    torch.testing.assert_close(converted, expected, rtol=0, atol=1e-3 * teacher.format.scale / 255 / teacher.format.std[0])
+
+
+@pytest.mark.parametrize("resample", PILImage.Resampling)
+def test_images_are_resized_as_by_the_teachers_processor(resample):
+    """With each of Pillow's filters, to larger and smaller sizes, of which some are not square."""
+    teacher, student, generator = tiny_teacher(), make_student(), np.random.default_rng(0)
+    for side in (20, 31, 64):
+        pixels = generator.integers(0, 256, (2, side, side, 3), np.uint8)
+        processor = make_image_processor(side, "squash")
+        for size in ({"height": 24, "width": 48}, {"shortest_edge": 33}, {"height": 31, "width": 31}):
+            teacher_processor = ViTImageProcessorPil(size=size, resample=resample)
+            convert = ImageTeacher(teacher, student.config, teacher_processor, processor).convert
+            converted = convert(processor(list(pixels), return_tensors="pt")["pixel_values"])
+            expected = teacher_processor(list(pixels), return_tensors="pt")["pixel_values"]
+            torch.testing.assert_close(converted, expected, rtol=0, atol=1e-5)
 
 
 def test_input_is_unchanged_for_equal_processors():

@@ -5,14 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from PIL.Image import Resampling
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, ViTImageProcessorPil
 
 
 DISTILLATION_TYPES = ("none", "soft", "hard")
-
-_INTERPOLATION = {Resampling.NEAREST: "nearest", Resampling.BILINEAR: "bilinear"}  # others are bicubic
 
 
 def distillation_loss(
@@ -42,8 +39,6 @@ class _PixelFormat:
         ValueError: the processor does not state its normalization.
     """
 
-    size: tuple[int, int] | None  # height and width; None for that of the image
-    interpolation: str
     scale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -52,14 +47,8 @@ class _PixelFormat:
     def from_processor(cls, processor) -> "_PixelFormat":
         if not hasattr(processor, "image_mean"):
             raise ValueError(f"{type(processor).__name__} states no image_mean: give an image processor of transformers.")
-        sides = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
-        sides = dict(sides) if getattr(processor, "do_resize", True) and sides else {}
-        side = sides.get("shortest_edge")
-        height, width = sides.get("height", side), sides.get("width", side)
         normalizes = getattr(processor, "do_normalize", True)
         return cls(
-            size=None if height is None or width is None else (height, width),
-            interpolation=_INTERPOLATION.get(processor.resample, "bicubic"),
             scale=255 * (processor.rescale_factor if getattr(processor, "do_rescale", True) else 1),
             mean=tuple(processor.image_mean) if normalizes else (0.0,),
             std=tuple(processor.image_std) if normalizes else (1.0,),
@@ -83,7 +72,8 @@ class ImageTeacher:
         model: the teacher; set to evaluation mode, its parameters are frozen.
         student_config: the configuration of the student, whose labels are matched by name.
         processor: the teacher's image processor. Where it normalizes or resizes other than the student's, the teacher's input
-            is computed from the student's. None: the teacher gets the student's input.
+            is computed from the student's; images are resized on the CPU, by Pillow. None: the teacher gets the student's
+            input.
         student_processor: the student's image processor; only None if `processor` is.
 
     Raises:
@@ -100,11 +90,12 @@ class ImageTeacher:
                 f"{_quote(unknown)}: choose a teacher of the same classes, or name them alike in its config.json (id2label)."
             )
         self.order = [teacher_labels.index(label) for label in labels]
-        self.format = self.student_format = None
+        self.format = self.student_format = self.resizer = None
         if processor is not None:
             if student_processor is None:
                 raise ValueError("The teacher's image processor is given, but not the student's (processing_class).")
             self.format, self.student_format = map(_PixelFormat.from_processor, (processor, student_processor))
+            self.resizer = _make_resizer(processor)
 
     @torch.no_grad()
     def __call__(self, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -117,17 +108,29 @@ class ImageTeacher:
         """The teacher's `pixel_values`: the same crops, resized and normalized as by the teacher's processor."""
         if self.format is None or self.student_format is None:
             return pixel_values
-        size, student_size = self.format.size, tuple(pixel_values.shape[-2:])
-        resizes = size is not None and size != student_size
-        values = ("scale", "mean", "std")
-        if not resizes and all(getattr(self.format, name) == getattr(self.student_format, name) for name in values):
+        resizer = self.resizer if self._changes_size(pixel_values) else None
+        if resizer is None and self.format == self.student_format:
             return pixel_values
         x = self.student_format.denormalize(pixel_values)
-        if resizes:
-            mode = self.format.interpolation
-            smooth = {} if mode == "nearest" else {"align_corners": False, "antialias": True}
-            x = F.interpolate(x, size, mode=mode, **smooth).clamp(0, 1)  # bicubic interpolation overshoots
+        if resizer is not None:  # of bytes, on the CPU
+            pixels = (255 * x).round().clamp(0, 255).to("cpu", torch.uint8).numpy()
+            x = resizer(list(pixels), input_data_format="channels_first", return_tensors="pt")["pixel_values"].to(x) / 255
         return self.format.normalize(x)
+
+    def _changes_size(self, pixel_values: torch.Tensor) -> bool:
+        if self.resizer is None:
+            return False
+        size = dict(self.resizer.size)
+        sides = [size.get(name) or size.get("shortest_edge") for name in ("height", "width")]
+        return sides != list(pixel_values.shape[-2:])
+
+
+def _make_resizer(processor) -> ViTImageProcessorPil | None:
+    """The resizing of an image processor alone, to the size of its crop if it crops; None if it does not resize."""
+    if not getattr(processor, "do_resize", True):
+        return None
+    size = processor.crop_size if getattr(processor, "do_center_crop", False) else processor.size
+    return ViTImageProcessorPil(size=size, resample=processor.resample, do_rescale=False, do_normalize=False)
 
 
 def _list_labels(config: Any) -> list[str]:
