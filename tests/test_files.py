@@ -5,10 +5,12 @@ import os
 import shutil
 
 import pytest
+import torch
 from hub_clients import contents, language_folder
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from tost_hf.files import check_folder, staged_folder
+from tost_hf.files import check_folder, staged_file, staged_folder
 
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-00001-of-00002.safetensors")
@@ -89,3 +91,27 @@ def test_killed_between_two_moves(tmp_path, monkeypatch, step):
     with staged_folder(target) as folder:  # a second attempt completes the write
         shutil.copytree(tmp_path / "new", folder, dirs_exist_ok=True)
     assert contents(target) == new_files
+
+
+def test_two_writers_of_one_file(tmp_path):
+    """Each writes its own temporary file, the last one's stays, and nothing else; so in threads."""
+    target = tmp_path / "cache"
+    with staged_file(target) as first:
+        with staged_file(target) as second:
+            first.write_bytes(b"first")
+            second.write_bytes(b"second")
+        assert target.read_bytes() == b"second"
+    assert contents(tmp_path) == {"cache": b"first"}
+
+
+def test_permissions_of_a_file(tmp_path):
+    """Those of a new file, not those of a temporary one or of an old one."""
+    old_umask = os.umask(0o026)
+    try:
+        for _ in range(2):
+            with staged_file(tmp_path / "cache") as staged:
+                save_file({"x": torch.zeros(1)}, staged)
+            assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o640
+            (tmp_path / "cache").chmod(0o600)
+    finally:
+        os.umask(old_umask)

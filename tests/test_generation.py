@@ -1,6 +1,7 @@
 """generate() and the cache: every decoding mode returns the same tokens as the model without a cache."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -255,7 +256,12 @@ def test_bad_cache_files(tiny_model, prompt, tmp_path):
     for other in (small_config(hidden_size=64, num_hidden_layers=3), small_config(num_hidden_layers=3, conv_kernel=4)):
         with pytest.raises(ValueError, match="another model"):
             load_cache(file, other)
-    file.write_bytes(file.read_bytes()[:-100])
+    data = file.read_bytes()
+    for damaged_data in (data.replace(b"seq_length", b"seq_lengtH"), re.sub(rb'(length":")\d', rb"\1u", data)):
+        file.write_bytes(damaged_data)
+        with pytest.raises(ValueError, match=r"prefix\.safetensors' is damaged"):
+            load_cache(file, tiny_model.config)
+    file.write_bytes(data[:-100])
     with pytest.raises(ValueError, match="not a readable safetensors file"):
         load_cache(file, tiny_model.config)
     tiny_model.save_pretrained(tmp_path)

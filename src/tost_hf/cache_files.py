@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, StaticCache, StaticLayer
 from transformers.utils import logging
 
-from .files import open_safetensors, staged_file
+from .files import name_file_in_errors, open_safetensors, staged_file
 from .model.cache_tost import (
     STATE_NAMES,
     ToSTCache,
@@ -147,7 +147,8 @@ def load_cache(
         tensors = {key.replace("recent_inputs", "conv_state"): file.get_tensor(key) for key in file.keys()}
     if metadata.get("format") != FILE_FORMAT:
         raise ValueError(f"{os.fspath(filename)!r} was not written by save_cache (its format is {metadata.get('format')!r}).")
-    length = int(metadata["seq_length"])
+    with name_file_in_errors(Path(filename)):
+        length = int(metadata["seq_length"])
     shapes_by_layer = [layer_shapes(config, layer_type, length) for layer_type in config.layer_types]
     expected = {f"layers.{i}.{name}": shape for i, shapes in enumerate(shapes_by_layer) for name, shape in shapes.items()}
     if {key: tuple(x.shape[1:]) for key, x in tensors.items()} != expected:

@@ -167,11 +167,12 @@ def _find_stale_files(target: Path, new_files: list[Path]) -> Iterator[Path]:
 
 @contextmanager
 def staged_file(target: Path) -> Iterator[Path]:
-    """Yields a temporary path to write a file to; the file then replaces `target`."""
+    """Yields a temporary path to write a file to; the file then replaces `target`. Several threads may write one target."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        yield temporary
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
+        staged = Path(temporary, target.name)
+        staged.touch()
+        mode = staged.stat().st_mode  # of a new file, whereas safetensors writes files that only their owner may read
+        yield staged
+        staged.chmod(mode)
+        os.replace(staged, target)
