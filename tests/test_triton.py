@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import FORMS, WIDE, KernelTests, load_again, padding_mask
+from kernel_cases import FORMS, WIDE, KernelTests, load_again, make, padding_mask
 from transformers.dynamic_module_utils import get_imports
 
 from tost_hf import TSSAState
@@ -128,6 +128,49 @@ def test_kernels_in_the_interpreter(tests):
     print(result.stdout)
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
     assert re.search(r"\d+ passed", result.stdout)
+
+
+class CompiledForGPU:
+    """Compiles a kernel for an NVIDIA GPU of compute capability 9.0, which need not be there, in place of launching it."""
+
+    def __init__(self, kernel, compiled: list[str]):
+        self.kernel, self.fn, self.compiled = kernel, kernel.fn, compiled
+
+    def __getitem__(self, grid):
+        return self.compile
+
+    def compile(self, *args, num_warps=4, **sizes):
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from triton.runtime.jit import mangle_type
+
+        values = dict(zip(self.kernel.arg_names, args)) | sizes
+        constants = {p.name for p in self.kernel.params if p.is_constexpr} | {name for name, x in values.items() if x is None}
+        signature = {name: "constexpr" if name in constants else mangle_type(values[name]) for name in self.kernel.arg_names}
+        constexprs = {(i,): values[name] for i, name in enumerate(self.kernel.arg_names) if name in constants}
+        source = ASTSource(self.kernel, signature, constexprs, {})
+        tssa_triton.triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        self.compiled.append(self.fn.__name__)
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the interpreter compiles nothing; on a GPU the kernels run")
+@pytest.mark.parametrize("with_options", [False, True])
+def test_kernels_compile_for_a_gpu(with_options, monkeypatch, tmp_path):
+    """The bidirectional form without optional arguments, the causal form with all of them, and the step."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    names, compiled = [name for name in vars(tssa_triton) if name.endswith("_kernel")], []
+    for name in names:
+        monkeypatch.setattr(tssa_triton, name, CompiledForGPU(getattr(tssa_triton, name), compiled))
+    w, temp, bias, *state, log_decay = (x.detach() for x in make(2, 70, 3, 8, torch.bfloat16, decay=WIDE).values())
+    mask, initial = padding_mask(70), torch.rand(2, 2 * 3 * 8 + 3)
+    options = [bias, mask, log_decay, initial] if with_options else [None] * 4
+    _, membership, final_state, carries = tssa_triton._forward(w, temp, *options, with_options)
+    grads = w, *((membership, final_state) if with_options else (None, None))
+    tssa_triton._backward(*grads, w, temp, *options, membership, carries, with_options, with_options)
+    step_options = [x[:, 0] if with_options else x for x in options[:3]]
+    tssa_triton.tssa_step_triton(w[:, 0], temp, *step_options, *state)
+    assert sorted(set(compiled)) == sorted(names)
 
 
 def test_loads_without_triton(monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from test_triton import DEVICE, INTERPRETED, ON_GPU, needs_triton
 from torch.utils.checkpoint import checkpoint
 
-from tost_hf.model import tssa_triton
+from tost_hf.model import tssa_reference, tssa_triton
 
 
 operator = importlib.import_module("tost_hf.model.tssa")
@@ -64,7 +64,7 @@ class TestKernelsAreChecked:
         w = make_tokens(1, 3, 8, dtype=dtype)
         rng_state = torch.random.get_rng_state()
         with torch.inference_mode():
-            tssa_triton.check_kernels(w, form, decay=decay, gradients=form != "step")
+            tssa_triton.check_kernels(w.device, dtype, 3, 8, form, decay=decay, gradients=form != "step")
         assert torch.equal(torch.random.get_rng_state(), rng_state)
 
     @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ class TestKernelsAreChecked:
     def test_wrong_kernels_are_detected(self, kernel, argument, form, gradients, result, monkeypatch):
         monkeypatch.setattr(tssa_triton, kernel, WrongKernel(getattr(tssa_triton, kernel), argument))
         with pytest.raises(tssa_triton.KernelError, match=rf"{result}.*Please report.*heads 3, head_dim 8, torch\.float32"):
-            tssa_triton.check_kernels(make_tokens(1, 3, 8), form, gradients=gradients)
+            tssa_triton.check_kernels(make_tokens(0).device, torch.float32, 3, 8, form, gradients=gradients)
 
     def test_falls_back_with_one_warning_or_raises(self, monkeypatch):
         monkeypatch.setattr(tssa_triton, "chunk_fwd_output_kernel", UncompilableKernel())
@@ -120,7 +120,7 @@ class TestKernelsAreChecked:
         with pytest.raises(RuntimeError, match=r"ptxas died.*restart it"):
             operator.tssa(make_tokens(1, 5, 2, 8), torch.ones(2, device=DEVICE))
 
-    def test_checks_once_and_not_during_compilation(self, monkeypatch):
+    def test_checks_once_for_each_kind_of_tokens(self, monkeypatch):
         checks, run_check = [], tssa_triton._run_check
         monkeypatch.setattr(tssa_triton, "_run_check", lambda *key: checks.append(key) or run_check(*key))
         w, temp = make_tokens(1, 5, 2, 8), torch.ones(2, device=DEVICE)
@@ -128,10 +128,7 @@ class TestKernelsAreChecked:
         def run(w):
             return operator.tssa(w, temp, backend="triton").output
 
-        torch._dynamo.reset()
-        compiled = torch.compile(run, backend="aot_eager", fullgraph=True)(w)
-        assert checks == []
-        assert torch.equal(run(w), compiled)
+        run(w)
         run(make_tokens(2, 9, 2, 8))
         assert len(checks) == 1
         run(w.clone().requires_grad_())  # the backward kernels as well
@@ -141,3 +138,25 @@ class TestKernelsAreChecked:
             (torch.float32, "causal", False, True),
             (torch.bfloat16, "causal", False, False),
         ]
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_check_of_a_run_that_is_compiled_from_its_first_step(self, dynamic, monkeypatch):
+        """It runs while the compiler traces; the program then contains the kernels or, if they are wrong, the reference."""
+        w, temp = make_tokens(1, 5, 2, 8).requires_grad_(), torch.ones(2, device=DEVICE)
+        monkeypatch.setattr(operator, "_choose_backend", lambda *args: "triton")  # which "auto" selects on a GPU
+        compiled = torch.compile(lambda w: operator.tssa(w, temp).output, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        kernel = tssa_triton.chunk_bwd_input_kernel
+        monkeypatch.setattr(tssa_triton, "chunk_bwd_input_kernel", WrongKernel(kernel, "dw"))
+        torch._dynamo.reset()
+        with pytest.warns(UserWarning, match="gradient of w by"):
+            actual = compiled(w)
+        expected = tssa_reference.causal(w, temp)[0]
+        actual, expected = (torch.autograd.grad(x.square().sum(), w)[0] for x in (actual, expected))
+        torch.testing.assert_close(actual, expected)
+        monkeypatch.setattr(tssa_triton, "chunk_bwd_input_kernel", kernel)
+        tssa_triton._check_results.clear()
+        torch._dynamo.reset()
+        outputs = compiled(w), operator.tssa(w, temp, backend="triton").output
+        assert torch.equal(*outputs)
+        assert len(tssa_triton._check_results) == 1
+        assert torch.equal(*(torch.autograd.grad(x.square().sum(), w)[0] for x in outputs))

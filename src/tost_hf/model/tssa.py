@@ -11,6 +11,7 @@ torch.export contain the reference implementation.
 """
 
 import functools
+import operator
 import os
 import warnings
 from collections.abc import Callable
@@ -266,15 +267,25 @@ def find_kernels(
         return chosen if can_run else None
     if not normalize_scores:
         return None
-    from .tssa_triton import KernelError, check_kernels
-
-    return chosen if _is_supported(_request_backend(backend), KernelError, check_kernels, w, form, **options) else None
+    if type(w) is torch.Tensor:  # subclasses, such as fake tensors, may have no data
+        H, p = map(operator.index, w.shape[-2:])  # constants for compilers, as for the kernels
+        if not _kernels_work(backend, w.device, w.dtype, H, p, form, **options):
+            return None
+    return chosen
 
 
 @torch.compiler.assume_constant_result
 def _choose_backend(backend: str | None, device: str, dtype: torch.dtype) -> str:
     """The backend, "torch", "numba" or "triton", for a dtype and a device type; see `tssa`."""
     return _find_backend(_request_backend(backend), device, dtype)
+
+
+@torch.compiler.assume_constant_result
+def _kernels_work(backend: str | None, *args, **options: bool) -> bool:
+    """Whether the Triton kernels pass their self-check, whose arguments these are; compilers call it while they trace."""
+    from .tssa_triton import KernelError, check_kernels
+
+    return _is_supported(_request_backend(backend), KernelError, check_kernels, *args, **options)
 
 
 def _request_backend(backend: str | None) -> str:

@@ -965,13 +965,14 @@ CHECK_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e
 _check_results: dict[tuple, str | None] = {}
 
 
-def check_kernels(w: torch.Tensor, form: str, *, decay: bool = False, gradients: bool = False) -> None:
-    """Compares the kernels with the reference for tokens like `w`, once per process.
+def check_kernels(
+    device: torch.device, dtype: torch.dtype, H: int, p: int, form: str, *, decay: bool = False, gradients: bool = False
+) -> None:
+    """Compares the kernels with the reference for tokens (..., H, p), once per process.
 
-    Does nothing where they cannot run now: while a compiler traces or a CUDA graph is captured.
+    Does nothing while a CUDA graph is captured, as they cannot run then.
 
     Args:
-        w: (..., H, p); only its device, dtype, H and p matter.
         form: "bidirectional", "causal", or "step" for one-token steps.
         decay: whether there is a `log_decay`.
         gradients: whether to check the backward kernels as well.
@@ -980,14 +981,12 @@ def check_kernels(w: torch.Tensor, form: str, *, decay: bool = False, gradients:
         KernelError: the kernels fail or differ from the reference.
         RuntimeError: they fail, and the device cannot be used any more.
     """
-    if torch.compiler.is_compiling() or type(w) is not torch.Tensor:
-        return
-    key = (w.device, w.dtype, *w.shape[-2:], form, decay, gradients)
+    key = (device, dtype, H, p, form, decay, gradients)
     if key not in _check_results:
-        if w.is_cuda and torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
-        # in a thread of its own, as modes and hooks are per thread: autograd, inference, autocast, and the hooks of activation
-        # checkpointing, which would save the check's tensors, too
+        # in a thread of its own, as modes and hooks are per thread: autograd, inference, autocast, the tracing of compilers, and
+        # the hooks of activation checkpointing, which would save the check's tensors, too
         with ThreadPoolExecutor(1) as executor:
             _check_results[key] = executor.submit(_run_check, *key).result()
     if (message := _check_results[key]) is not None:
