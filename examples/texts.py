@@ -262,6 +262,7 @@ def train_tokenizer(texts: Iterable[str], folder: str, vocab_size: int) -> None:
         tokenizer_object=train_bpe(texts, vocab_size),
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
         chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",  # the model continues the text
     ).save_pretrained(folder)
 

@@ -209,7 +209,7 @@ def sample_section(folder: str) -> str:
     samples = []
     for seed in SEEDS:
         torch.manual_seed(seed)
-        tokens = model.generate(**tokenizer(PROMPT, return_tensors="pt"), **SAMPLING, pad_token_id=tokenizer.eos_token_id)
+        tokens = model.generate(**tokenizer(PROMPT, return_tensors="pt"), **SAMPLING)
         samples.append(f"```text\n{tokenizer.decode(tokens[0], skip_special_tokens=True)}\n```")
     note = (
         f"Sampled with temperature {SAMPLING['temperature']} and top-p {SAMPLING['top_p']}, seeds {SEEDS[0]} to {SEEDS[-1]}: "

@@ -13,7 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -98,6 +98,15 @@ def test_copying_is_measured_on_the_second_copy():
     tokens = torch.randint(50, (400,), generator=torch.Generator().manual_seed(0))
     first, second, copied = (result.value for result in train_small.measure_copying(PeriodicModel(), tokens))
     assert copied == 1 and second < 1e-6 and first > 15  # only repetitions can be predicted
+
+
+def test_trained_tokenizers_pad_batches(tmp_path):
+    train_small.train_tokenizer(["a dark night"] * 3, str(tmp_path), 260)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    texts = ["a dark night", "a"]
+    mask = tokenizer(texts, padding=True)["attention_mask"]
+    assert [sum(row) for row in mask] == [len(tokenizer(text)["input_ids"]) for text in texts]
+    assert tokenizer.pad_token == tokenizer.eos_token
 
 
 @pytest.mark.slow

@@ -66,6 +66,16 @@ def test_language_model_generates_and_has_the_recorded_loss():
     assert abs(loss - test_loss) < 0.5 and test_loss < results["Baseline: loss of bigrams, nats per token"]
 
 
+def test_prompts_of_a_batch_are_continued_as_alone():
+    """By a pipeline, which pads them: the tokenizer has a token for that, and the configurations have its id."""
+    write = pipeline("text-generation", model=str(BOOKS), dtype=torch.float32)
+    ids = (write.tokenizer.pad_token_id, write.model.config.pad_token_id, write.model.generation_config.pad_token_id)
+    assert ids == (0, 0, 0)
+    prompts = ["It was a dark night, and", "The", "She told the old man that he should not go there any more, because"]
+    options = {"do_sample": False, "max_new_tokens": 20}
+    assert write(prompts, batch_size=3, **options) == [write(prompt, **options) for prompt in prompts]
+
+
 def test_three_best_classes_of_the_readme():
     model, processor = AutoModelForImageClassification.from_pretrained(PHOTOS, dtype=torch.float32), load_processor(PHOTOS)
     table = (TRAINED / "README.md").read_text().partition("| photograph | three best classes |")[2].partition("\n\n")[0]
