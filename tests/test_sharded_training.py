@@ -2,12 +2,13 @@
 
 import pytest
 import sharded_cases
+import torch
 from accelerate import PartialState
 from processes import run_cases
-from text_runs import training_args
+from text_runs import token_ids, training_args
 from transformers.utils import is_accelerate_available
 
-from tost_hf import ToSTTrainer
+from tost_hf import ToSTForCausalLM, ToSTTrainer
 
 
 NAMES = sharded_cases.PARALLELISMS + sharded_cases.COMBINATIONS
@@ -30,12 +31,16 @@ def trained(request, tmp_path_factory):
         return single, run_cases(sharded_cases.run, names, request.param, folder)
 
 
+def skip_unsupported(parallelism: str) -> None:
+    if parallelism == "tp" and not is_accelerate_available("1.12"):
+        pytest.skip("transformers' Trainer is tensor-parallel with accelerate 1.12 and later")
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in NAMES])
 def test_losses_equal_those_of_one_process(trained, name):
     """Without gradient checkpointing and accumulation."""
     parallelism, _, variant = name.partition(", ")
-    if "tp" in parallelism and not is_accelerate_available("1.12"):
-        pytest.skip("transformers' Trainer is tensor-parallel with accelerate 1.12 and later")
+    skip_unsupported(parallelism)
     variant = variant.replace("checkpointing", "").replace("accumulation", "").strip()
     single, distributed = trained[0][variant], trained[1][name]
     assert len(single["losses"]) == sharded_cases.EQUAL_STEPS and single["losses"][-1] < single["losses"][0] - 0.3
@@ -43,6 +48,18 @@ def test_losses_equal_those_of_one_process(trained, name):
         assert process["losses"] == pytest.approx(single["losses"], rel=0, abs=1e-5)
     fractions = {process["numel"] / single["numel"] for process in distributed}
     assert max(fractions) < 0.75 if parallelism.startswith(("fsdp2", "tp")) else fractions == {1.0}
+
+
+@pytest.mark.parametrize("parallelism", ["cp", "tp"])
+def test_processes_that_share_examples_count_them_once(tmp_path, monkeypatch, parallelism):
+    """In an evaluation whose last batch is smaller, as one process does."""
+    skip_unsupported(parallelism)
+    monkeypatch.setenv("TOST_TEST_MODELS", str(tmp_path))
+    sharded_cases.save_models()
+    model = ToSTForCausalLM.from_pretrained(sharded_cases.model_folder(), dtype=torch.float64)
+    ids = torch.tensor(token_ids(5)["input_ids"])
+    expected = {"loss": pytest.approx(model(ids, labels=ids).loss.item(), abs=1e-5), "predictions": 5}
+    assert run_cases(sharded_cases.predict, [parallelism], 2, tmp_path)[parallelism] == [expected] * 2
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
 
 from ..model.layers_tost import FLOAT32_PARAMETERS
 from ..model.modeling_tost import ToSTForCausalLM
@@ -262,6 +264,22 @@ class ToSTTrainer(StreamingTrainer, PublishingTrainer, ParallelTrainer):
         """`Trainer.evaluate`, after which training has the random numbers that it would have without."""
         with torch.random.fork_rng(devices=[]):  # a DataLoader draws its seed on the CPU
             return super().evaluate(*args, **kwargs)
+
+    def evaluation_loop(self, *args, **kwargs) -> EvalLoopOutput:
+        """`Trainer.evaluation_loop`, which counts the examples that a tensor- or context-parallel group shares once."""
+        if self._group_size > 1:
+            self.gather_function = self._gather_from_groups  # Trainer resets it at the end of the loop
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _gather_from_groups(self, data: Any) -> Any:
+        """Accelerate's `gather_for_metrics` of one process per group: it would count an uneven last batch for less."""
+        group_size, state = self._group_size, self.accelerator.gradient_state
+        end = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+        def select(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(0, (self.args.world_size // group_size, group_size, -1))[:, 0].flatten(0, 1)[:end]
+
+        return recursively_apply(select, self.accelerator.gather(data))
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters with weight decay, from which `Trainer.create_optimizer` builds its two groups."""
