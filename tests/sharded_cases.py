@@ -28,6 +28,7 @@ COMBINATIONS += [
 ]
 COMBINATIONS += ["tp, hybrid", "tp, stream", "tp, checkpointing"]
 COMBINATIONS += [f"{parallelism}, accumulation" for parallelism in ("ddp", "ddp and cp", "fsdp2", "tp")]
+COMBINATIONS += ["ddp, evaluated", "ddp and cp, evaluated", "tp, evaluated"]  # before training
 COMBINATIONS += ["cp, hybrid accumulation", "cp, stream accumulation", "tp, stream accumulation", "config cp, hybrid"]
 # At the default rate of training_args, a channel of a first token comes within 1e-6 of 0 in step 7. There its square is
 # divided by EPS_SUM_SQ, with a gradient of 1e6, or by itself, with none: rounding decides which, and the losses diverge.
@@ -112,6 +113,8 @@ def run(name: str) -> dict:
     """The losses, and the number of parameters that this process stores."""
     processes = count_processes()
     trainer = make_trainer(name, processes, model_folder().parent / f"{name} {processes}", max_steps=EQUAL_STEPS)
+    if "evaluated" in name:
+        trainer.evaluate(token_ids(BATCH))
     losses = train(trainer)
     local_parameters = [getattr(parameter, "to_local", lambda p=parameter: p)() for parameter in trainer.model.parameters()]
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # set by Accelerate

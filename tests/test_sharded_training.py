@@ -13,6 +13,7 @@ from tost_hf import ToSTForCausalLM, ToSTTrainer
 
 NAMES = sharded_cases.PARALLELISMS + sharded_cases.COMBINATIONS
 FAST = [*sharded_cases.PARALLELISMS, "cp, hybrid stream", "cp, hybrid accumulation", "tp, stream", "config cp, hybrid"]
+FAST += ["ddp, evaluated"]
 SINGLE = ("", "float32", "hybrid", "stream", "hybrid stream")
 
 
@@ -38,10 +39,11 @@ def skip_unsupported(parallelism: str) -> None:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in NAMES])
 def test_losses_equal_those_of_one_process(trained, name):
-    """Without gradient checkpointing and accumulation."""
+    """Without gradient checkpointing and accumulation, and without an evaluation before."""
     parallelism, _, variant = name.partition(", ")
     skip_unsupported(parallelism)
-    variant = variant.replace("checkpointing", "").replace("accumulation", "").strip()
+    for option in ("checkpointing", "accumulation", "evaluated"):
+        variant = variant.replace(option, "").strip()
     single, distributed = trained[0][variant], trained[1][name]
     assert len(single["losses"]) == sharded_cases.EQUAL_STEPS and single["losses"][-1] < single["losses"][0] - 0.3
     for process in distributed:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
@@ -64,6 +65,19 @@ class ParallelTrainer(Trainer):
             # Accelerate's data loaders look up these dimension names
             self.context_mesh = init_device_mesh(self.args.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
             self.accelerator.dataloader_config.dispatch_batches = False  # dispatching ignores the mesh
+
+    def train(self, *args, **kwargs):
+        """`Trainer.train`, also after `evaluate`, which prepares the model without DistributedDataParallel.
+
+        Accelerate prepares no model twice, so that each process would train its own.
+        """
+        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled or is_tensor_parallel(self.model)
+        is_wrapped = any(isinstance(module, DistributedDataParallel) for module in self.model_wrapped.modules())
+        if self.args.world_size > 1 and not is_sharded and not is_wrapped:
+            model: Any = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+            model._is_accelerate_prepared = False
+            self.model_wrapped = model
+        return super().train(*args, **kwargs)
 
     def _resolve_context_parallel_size(self) -> int:
         """`context_parallel_size`, also from Accelerate's ParallelismConfig, which by itself would use ring attention."""
