@@ -385,3 +385,40 @@ def test_cache_has_two_names(tiny_model, tokens):
         assert cache.get_seq_length() == output.shape[1] - 1
     with pytest.raises(ValueError, match="two names of one argument"):
         tiny_model(tokens, past_key_values=cache, cache=cache)
+
+
+@pytest.mark.parametrize("name, error", [("kv_cache", TypeError), (None, RuntimeError)])
+def test_cache_that_does_not_arrive_is_noticed(tiny_model, prompt, name, error, monkeypatch):
+    """A later version of transformers could pass it by another name, which models would ignore, or in another way."""
+    prepare_inputs = GenerationMixin.prepare_inputs_for_generation
+
+    def prepare_inputs_of_a_later_version(self, *args, **kwargs):
+        inputs = prepare_inputs(self, *args, **kwargs)
+        cache = inputs.pop(modeling_tost.CACHE_NAME, None)
+        return inputs if name is None else inputs | {name: cache}
+
+    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", prepare_inputs_of_a_later_version)
+    with pytest.raises(error, match=rf"transformers {transformers.__version__} is newer"):
+        generate(tiny_model, prompt)
+    assert generate(tiny_model, prompt, use_cache=False).shape == (2, 11 + MAX_NEW_TOKENS)
+
+
+def test_given_cache_is_returned(tiny_model, tokens):
+    """Also where `use_cache` is off, as in configurations that Trainer saved; none is created there."""
+    tokens = tokens[:, :9] % tiny_model.config.vocab_size
+    expected = tiny_model(tokens).logits[:, -1]
+    tiny_model.config.use_cache = False
+    cache = ToSTCache(tiny_model.config)
+    for token in tokens.split(1, 1):
+        output = tiny_model(token, past_key_values=cache)
+        cache = output[modeling_tost.CACHE_NAME]
+    torch.testing.assert_close(output.logits[:, -1], expected)
+    assert modeling_tost.CACHE_NAME not in tiny_model(tokens)
+
+
+def test_positions_of_padding_may_be_negative(tiny_model, tokens):
+    tokens = tokens[:, :9] % tiny_model.config.vocab_size
+    mask = torch.ones_like(tokens)
+    mask[:, :4] = 0
+    output = tiny_model(tokens, attention_mask=mask, position_ids=mask.cumsum(1) - 1)
+    torch.testing.assert_close(output.logits[:, 4:], tiny_model(tokens[:, 4:]).logits)

@@ -214,9 +214,16 @@ class ToSTBaseModel(PreTrainedModel):
         _register_adapter_targets(config_class.model_type, self._adapter_targets)
 
     def _check_output_attentions(self, output_attentions: bool | None, has_attention: bool) -> None:
-        """Warns once that models without softmax attention return no attention weights."""
+        """Warns once that no attention weights are returned, without softmax attention or by most of its implementations."""
         requested = self.config.output_attentions if output_attentions is None else output_attentions
-        if requested and not has_attention and not torch.compiler.is_compiling():
+        if not requested or torch.compiler.is_compiling():
+            return
+        if has_attention and self.config._attn_implementation != "eager":
+            logger.warning_once(
+                f"output_attentions=True returns no weights with attn_implementation={self.config._attn_implementation!r}: "
+                'load the model with attn_implementation="eager".'
+            )
+        if not has_attention:
             logger.warning_once(
                 "output_attentions=True returns no weights, as this model has no softmax attention between tokens; "
                 "output_memberships=True returns the memberships of TSSA layers."

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
+import transformers
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
@@ -40,12 +41,23 @@ def rename_cache(options: dict[str, Any], name: str = CACHE_NAME) -> None:
 
 
 def accept_cache(forward: Callable) -> Callable:
-    """Lets the trunk's `forward`, to which the heads pass both, accept `past_key_values` as `cache` as well."""
+    """Lets the trunk's `forward`, to which the heads pass all names, accept `past_key_values` as `cache` as well.
+
+    Raises:
+        TypeError: an argument of another name holds a cache. It would be ignored, and each token processed without a state.
+    """
 
     @functools.wraps(forward)
     def forward_with_either_name(self, *args, **kwargs):
         if "cache" in kwargs:
             rename_cache(kwargs, "past_key_values")
+        for name, value in kwargs.items():
+            if isinstance(value, Cache) and name != "past_key_values":
+                raise TypeError(
+                    f"{type(self).__name__} got a cache in the argument {name!r}, which it does not know: pass it as "
+                    f"past_key_values. If you called generate, transformers {transformers.__version__} is newer than this "
+                    "model's code: update tost_hf (or the model's repository), or pass use_cache=False."
+                )
         return forward(self, *args, **kwargs)
 
     return forward_with_either_name
@@ -109,7 +121,9 @@ def resolve_inputs(
         _check_continuation(position_ids, full_mask, past_length)
     position_ids = position_ids.expand(B, T)
     if not config.is_position_free:
-        _check_positions(position_ids, mask, past_length, cast(int, config.max_position_embeddings))
+        if mask is not None:  # positions of padding are not used, and may be -1 where real tokens are counted
+            position_ids = position_ids.masked_fill(~mask, 0)
+        _check_positions(position_ids, past_length, cast(int, config.max_position_embeddings))
     # packed sequences have no single state; while a compiler traces, it is unknown whether position_ids restart
     may_be_unpacked = seq_idx is None or (explicit_idx is None and not _is_readable(seq_idx) and not _is_on_device(seq_idx))
     if use_cache and past_key_values is None and may_be_unpacked:
@@ -310,7 +324,7 @@ def _check_continuation(position_ids: torch.Tensor, full_mask: torch.Tensor | No
         )
 
 
-def _check_positions(position_ids: torch.Tensor, mask: torch.Tensor | None, past_length, limit: int) -> None:
+def _check_positions(position_ids: torch.Tensor, past_length, limit: int) -> None:
     if torch.compiler.is_compiling():
         return
     # a position is at most the number of preceding tokens: on other devices values are read only if that exceeds the limit
@@ -318,8 +332,6 @@ def _check_positions(position_ids: torch.Tensor, mask: torch.Tensor | None, past
         isinstance(past_length, torch.Tensor) or past_length + position_ids.shape[1] <= limit
     ):
         return
-    if mask is not None:
-        position_ids = position_ids.masked_fill(~mask, 0)
     low, high = int(position_ids.min()), int(position_ids.max())
     if low < 0:
         raise IndexError(f"position_ids must not be negative, got {low}.")

@@ -2,11 +2,13 @@
 """ToST text models: the trunk (causal or bidirectional), the language model and the other heads."""
 
 import copy
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional as F
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig
@@ -461,14 +463,14 @@ class ToSTModel(ToSTPreTrainedModel):
                 sequence begins (`DataCollatorWithFlattening`).
             past_key_values: recurrent states, keys and values of the preceding tokens; updated in place.
             inputs_embeds: (B, T, D) embedded tokens instead of `input_ids`.
-            use_cache: whether to return the recurrent states. Packed sequences and encoders have none. In compiled programs
-                the values of `position_ids` are not read: sequences packed by these alone return the state of the last
-                one.
+            use_cache: whether to create and return a cache without `past_key_values`, which is returned in any case. Packed
+                sequences and encoders have none. In compiled programs the values of `position_ids` are not read: sequences
+                packed by these alone return the state of the last one.
             seq_idx: (B, T) sequence number of each token of packed sequences.
             cu_seq_lens_q: (sequences + 1,) cumulative lengths of the sequences packed into a batch of size 1.
 
         Raises:
-            TypeError: an input is not a tensor.
+            TypeError: an input is not a tensor, or a cache is passed by an unknown name.
             ValueError: inputs contradict each other in shape or meaning.
             IndexError: a token id is outside the vocabulary (checked on the CPU), or a position beyond the learned tables.
         """
@@ -505,8 +507,7 @@ class ToSTModel(ToSTPreTrainedModel):
         hidden_states = self.embedding_dropout(hidden_states)
         for layer in self.layers[: self.config.num_hidden_layers]:  # `assistant_early_exit` lowers it temporarily
             hidden_states = layer(hidden_states, position_embeddings=position_embeddings, **inputs._asdict())
-        cache = inputs.past_key_values if use_cache else None
-        outputs: dict[str, Any] = {"last_hidden_state": self.norm(hidden_states), CACHE_NAME: cache}
+        outputs: dict[str, Any] = {"last_hidden_state": self.norm(hidden_states), CACHE_NAME: inputs.past_key_values}
         return ToSTModelOutputWithPast(**outputs)
 
     def _check_tokens(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> None:
@@ -661,6 +662,21 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             kwargs["use_cache"] = False
         check_prompt(inputs, kwargs)
         return super().generate(inputs, generation_config, *args, **kwargs)
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` reads the names of the arguments
+    def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
+        # without this check, a version of transformers that passes the cache in a way that this code does not know would
+        # generate each token without a state
+        model_inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        tokens, cache = model_inputs.get("input_ids"), model_inputs.get(CACHE_NAME)
+        is_continued = tokens is not None and tokens.shape[1] < input_ids.shape[1]
+        if is_continued and not (isinstance(cache, Cache) and any(getattr(x, "is_initialized", True) for x in cache.layers)):
+            raise RuntimeError(
+                f"generate continues from a cache that {type(self).__name__} has not filled: transformers "
+                f"{transformers.__version__} is newer than this model's code. Update tost_hf (or the model's repository), or "
+                "pass use_cache=False."
+            )
+        return model_inputs
 
     def _prefill(self, input_ids: torch.LongTensor, generation_config: GenerationConfig, model_kwargs: dict, *args, **kwargs):
         """transformers' prefill, chunked and with a progress bar for prompts of more than 1,024 tokens.

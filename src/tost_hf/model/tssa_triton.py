@@ -985,7 +985,7 @@ def check_kernels(
     if key not in _check_results:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
-        # in a thread of its own, as modes and hooks are per thread: autograd, inference, autocast, the tracing of compilers, and
+        # in a thread of its own, as modes and hooks are per thread: autograd, inference, autocast, a compiler's tracing, and
         # the hooks of activation checkpointing, which would save the check's tensors, too
         with ThreadPoolExecutor(1) as executor:
             _check_results[key] = executor.submit(_run_check, *key).result()
