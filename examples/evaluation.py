@@ -179,4 +179,4 @@ def write_results(file: Path, results: list[dict]) -> None:
 def print_results(results: list[dict]) -> None:
     """Prints results as a table."""
     columns = ["dataset_name", "dataset_split", "metric_name", "metric_value", "num_examples"]
-    print(pd.DataFrame(results, columns=columns).fillna("").to_string(index=False))
+    print(pd.DataFrame(results, columns=columns).fillna("").to_string(index=False, float_format="{:.4f}".format))

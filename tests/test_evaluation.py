@@ -167,7 +167,8 @@ def test_evaluate_lm(tmp_path, tokenizer, make, capsys):
     assert ("LAMBADA (passages.jsonl)", "Accuracy (lenient last word, context 32, first 3 examples)") in by_name
     cbt = by_name["Children's Book Test, named entities (cbt.txt)", "Accuracy (whole passage, context 32, first 3 examples)"]
     assert cbt["num_examples"] == 2
-    assert sweep["metric_name"] in capsys.readouterr().out
+    printed = re.escape(sweep["metric_name"]) + f" +{sweep['metric_value']:.4f} +3\n"
+    assert re.search(printed, capsys.readouterr().out)
 
     evaluate_lm.main(command)
     repeated_results = json.loads((folder / "evaluation.json").read_text())["results"]
