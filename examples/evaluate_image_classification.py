@@ -1,14 +1,14 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Evaluates an image classifier, ToST or any other of transformers: top-1 and top-5 accuracy, and accuracy on ReaL labels.
+"""Evaluates an image classifier, ToST or any other of transformers: accuracy, also top-5 and on ReaL labels.
 
     python examples/evaluate_image_classification.py --model my-tost-vision --dataset ILSVRC/imagenet-1k \
         --dataset_split validation --real_labels real.json
     python examples/evaluate_image_classification.py --model my-tost-vision --dataset imagenette \
         --label_column_name imagenet_label
 
-Images are preprocessed by the model's processor. All classes of the model are candidates, even if the data has fewer. Results
-are written to the model's `evaluation.json`, from which its card is made. To evaluate EMA weights, give the `ema` folder of a
-trained model.
+Images are preprocessed by the model's processor. All classes of the model are candidates, even if the data has fewer. Top-5
+accuracy is measured if there are more than ten. Results are written to the model's `evaluation.json`, from which its card is
+made. To evaluate EMA weights, give the `ema` folder of a trained model.
 """
 
 import json
@@ -92,7 +92,7 @@ def load_real_labels(file: str, examples: Dataset) -> list[list[int]]:
 
 @torch.inference_mode()
 def predict(model: PreTrainedModel, images: EvaluationImages, batch_size: int, num_workers: int = 0) -> torch.Tensor:
-    """The five most likely classes of each image in order, (images, 5), or all if there are fewer."""
+    """The five most likely classes of each image in order, (images, 5), or the most likely of ten at most, (images, 1)."""
     predictions = []
     for batch in tqdm(DataLoader(images, batch_size, num_workers=num_workers), desc="Classifying"):
         logits = model(pixel_values=batch["pixel_values"].to(model.device, model.dtype)).logits
@@ -133,7 +133,7 @@ def main(args: list[str] | None = None) -> None:
     protocol = f"images made {height} x {width} by the model's processor, {len(names)} classes, {model.dtype}"
     accuracies = Accuracy().compute(predictions=predictions.tolist(), references=examples["label"][:])
     measurements = [Measurement("accuracy", f"Accuracy (top-1{args.limit})", accuracies["accuracy"], len(examples), protocol)]
-    if predictions.shape[1] == 5:
+    if "top5_accuracy" in accuracies:
         measurements.append(
             Measurement("accuracy", f"Accuracy (top-5{args.limit})", accuracies["top5_accuracy"], len(examples), protocol)
         )

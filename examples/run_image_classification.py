@@ -289,9 +289,9 @@ def load_teacher(model_args: ModelArguments) -> dict:
 
 
 def preprocess_logits_for_metrics(logits, labels):
-    """The five most likely classes, which evaluation collects instead of the logits."""
+    """The five most likely of more than ten classes, or the most likely one, which evaluation collects, not the logits."""
     logits = logits[0] if isinstance(logits, tuple) else logits
-    return logits.topk(min(5, logits.shape[-1]), dim=-1).indices
+    return logits.topk(5 if logits.shape[-1] > 10 else 1, dim=-1).indices
 
 
 def make_view(config: PreTrainedConfig, processor: ViTImageProcessorPil, training_args) -> TrainingView:

@@ -11,7 +11,7 @@ import numpy as np
 class Accuracy(evaluate.Metric):
     """Fraction of correct predictions; references of -100 are ignored.
 
-    A prediction is a class or token id, or the most likely ids, best first: then "top5_accuracy" is returned as well.
+    A prediction is a class or token id, or the most likely ids, best first: of five, "top5_accuracy" is returned as well.
 
     Example:
 
@@ -20,7 +20,7 @@ class Accuracy(evaluate.Metric):
 
     >>> Accuracy().compute(predictions=[5, 7, 9, 1], references=[5, 8, 9, -100])
     {'accuracy': 0.6666666666666666}
-    >>> Accuracy().compute(predictions=[[5, 7, 9], [3, 1, 0]], references=[5, 0])
+    >>> Accuracy().compute(predictions=[[5, 7, 9, 2, 4], [3, 1, 0, 6, 8]], references=[5, 0])
     {'accuracy': 0.5, 'top5_accuracy': 1.0}
     ```
     """
@@ -39,9 +39,11 @@ class Accuracy(evaluate.Metric):
         matches = (predictions.T == references)[..., references != -100]
         if not matches.size:
             return {"accuracy": math.nan}
-        if matches.ndim == 1:
-            return {"accuracy": float(matches.mean())}
-        return {"accuracy": float(matches[0].mean()), "top5_accuracy": float(matches[:5].any(0).mean())}
+        ranked = np.atleast_2d(matches)  # by the rank of the prediction
+        accuracies = {"accuracy": float(ranked[0].mean())}
+        if len(ranked) >= 5:
+            accuracies["top5_accuracy"] = float(ranked[:5].any(0).mean())
+        return accuracies
 
 
 def perplexity(loss: float) -> float:
