@@ -1,5 +1,6 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Imported first by every script: what a missing package is answered with, and what a library logs needlessly on import."""
+"""Imported first by every script: what a missing package is answered with, how characters are printed that the encoding of
+stdout lacks, and what a library logs needlessly on import."""
 
 import logging
 import sys
@@ -20,5 +21,7 @@ def show_exception(kind: type[BaseException], error: BaseException, traceback: T
 
 
 sys.excepthook = show_exception
+if sys.stdout.errors == "strict":  # its encoding may lack characters of texts and labels
+    sys.stdout.reconfigure(errors="replace")
 # PEFT imports bitsandbytes, if it is installed (extra dev), which warns of a missing kernel for 4-bit weights on a CPU
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

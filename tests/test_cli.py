@@ -1,10 +1,13 @@
 """The `tost-hf` command: arguments, output and exit status. Conversion and the Hub are tested in other files."""
 
+import io
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +72,23 @@ def test_closed_pipe_ends_silently(tmp_path):
     command = shlex.join([sys.executable, "-m", "tost_hf.cli", "info", str(language_folder(tmp_path / "tiny"))])
     result = subprocess.run(f"{command} | true", shell=True, capture_output=True, text=True)
     assert result.stdout == result.stderr == ""
+
+
+def test_characters_that_the_encoding_lacks(tmp_path, monkeypatch):
+    """Files are written in UTF-8 all the same."""
+    folder, buffer = language_folder(tmp_path / "модель"), io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, "cp1252"))
+    assert main(["card", str(folder), "--overwrite"]) == 0
+    assert buffer.getvalue().split() == [b"Wrote", str(folder / "README.md").replace("модель", "??????").encode()]
+    assert "модель" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_scripts_print_characters_that_the_encoding_lacks(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer := io.BytesIO(), "cp1252"))
+    runpy.run_path(str(Path(__file__).parents[1] / "examples/script_setup.py"))
+    print("модель", flush=True)
+    assert buffer.getvalue().strip() == b"??????"
 
 
 def test_init(small_presets, tmp_path, capsys):

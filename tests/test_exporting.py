@@ -85,7 +85,7 @@ def test_language_models(tmp_path, name, dtype):
 
 
 def test_vision_models(tmp_path):
-    config = small_vision_config(num_hidden_layers=1, num_labels=3, id2label={0: "cat", 1: "dog", 2: "bird"})
+    config = small_vision_config(num_hidden_layers=1, num_labels=3, id2label={0: "cat", 1: "dog", 2: "птица"})
     model = randomize(tost_hf.ToSTForImageClassification(config)).eval()
     model.save_pretrained(tmp_path / "model")
     save_image_processor(config, tmp_path / "model")
@@ -101,8 +101,10 @@ def test_vision_models(tmp_path):
         probabilities = model(**processor(picture, return_tensors="pt")).logits.softmax(-1)[0]
     expected = f"{probabilities.max().item():6.1%}  {config.id2label[int(probabilities.argmax())]}"
     assert run_script(tmp_path / "out", "classify.py", str(tmp_path / "picture.png")).splitlines()[0] == expected
-    command = [sys.executable, str(tmp_path / "out/classify.py"), "absent.jpg"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, str(tmp_path / "out/classify.py")]
+    limited = os.environ | {"PYTHONIOENCODING": "cp1252"}
+    assert b"  ?????" in subprocess.check_output([*command, str(tmp_path / "picture.png")], env=limited)
+    result = subprocess.run([*command, "absent.jpg"], capture_output=True, text=True)
     assert result.returncode == 2 and "error: absent.jpg cannot be read" in result.stderr
 
 

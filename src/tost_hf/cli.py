@@ -21,6 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 1 after an error, whose message is on stderr. Wrong usage exits with 2, as argparse does.
     """
+    if sys.stdout.errors == "strict":  # its encoding may lack characters of names and labels
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     parser = _make_parser()
     args, unknown_args = parser.parse_known_args(argv)
     options = vars(args)

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("picture")
     args = parser.parse_args()
+    if sys.stdout.errors == "strict":  # its encoding may lack characters of the output
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         image = Image.open(args.picture)
     except OSError as error:  # there is no such file, or it is no image

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for greedy decoding")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if sys.stdout.errors == "strict":  # its encoding may lack characters of the output
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     if not (FOLDER / "tokenizer.json").is_file():
         parser.exit(1, "There is no tokenizer.json: copy the model's tokenizer.json to the folder of this script.\n")
     metadata = json.loads((FOLDER / "export.json").read_text(encoding="utf-8"))
