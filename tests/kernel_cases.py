@@ -283,11 +283,22 @@ class KernelTests:
         assert not strided.is_contiguous()
         self.check(leaves | {"w": strided.requires_grad_()})
 
+    def test_negative_bit(self):
+        """Of each input and of the output's gradient: the numbers are those with the opposite sign of what is stored."""
+        leaves = {name: x.detach() for name, x in self.make(1, 9, 2, 8, decay=WIDE).items()}
+        results = []
+        for convert in (torch.clone, lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag):
+            inputs = {name: convert(x).requires_grad_() for name, x in leaves.items()}
+            assert inputs["temp"].is_neg() == bool(results)
+            output = self.run(inputs)[0]
+            results.append((output, *torch.autograd.grad(output, list(inputs.values()), convert(leaves["w"]))))
+        assert all(torch.equal(x, y) for x, y in zip(*results))
+
     @pytest.mark.parametrize("shared", [True, False])
     def test_bias_by_position(self, shared):
-        """The bias has gradients for all positions, including those without tokens."""
+        """The bias has gradients for all positions, including those without tokens; those of padding are -1 on the left."""
         mask = None if shared else padding_mask(20)
-        positions = torch.arange(3, 23).expand(2, 20) if shared else (mask.long().cumsum(-1) - 1).clamp_min(0)
+        positions = torch.arange(3, 23).expand(2, 20) if shared else mask.long().cumsum(-1) - 1
         self.check(self.make(2, 20, 3, 8, positions=30), mask, positions=positions)
 
     @pytest.mark.parametrize("decay", [(1e-5, 1.1e-5), (80.0, 100.0)], ids=str)

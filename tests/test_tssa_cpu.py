@@ -12,10 +12,10 @@ import pytest
 import torch
 from kernel_cases import FORMS, WIDE, KernelTests, padding_mask, relative_rms
 
-from tost_hf import tssa
+from tost_hf import tssa, tssa_step
 from tost_hf.model import tssa_cpu
 from tost_hf.model.layers_tost import ShortConvolution, TokenStatisticsSelfAttention
-from tost_hf.model.tssa_reference import sequence_starts, state_dtypes
+from tost_hf.model.tssa_reference import sequence_starts, state_dtypes, zero_state
 
 
 class TestKernels(KernelTests):
@@ -183,3 +183,8 @@ def test_positions_out_of_range(position):
     positions = torch.full((1, 5), position)
     with pytest.raises(IndexError, match="position"):
         tssa(torch.randn(1, 5, 3, 8), torch.ones(3), torch.zeros(30, 3), positions=positions)
+    state = zero_state(torch.empty(2, 1, 3, 8))
+    with pytest.raises(IndexError, match="position"):
+        options = {"positions": torch.tensor([0, position]), "initial_state": state, "in_place": True}
+        tssa_step(torch.randn(2, 3, 8), torch.ones(3), torch.zeros(30, 3), **options)
+    assert not any(x.any() for x in state)  # as before, in the first sequence, too

@@ -86,7 +86,7 @@ def tssa(
         w: projected tokens, (B, T, H, p), in the layout of the input projection's output.
         temp: one learned scalar per head, H numbers of any shape.
         bias: learned score bias of each token, (T, H) or (B, T, H), or of each position, (positions, H); causal form only.
-        positions: (B, T) or (1, T) integers, the tokens' indices into a `bias` of positions.
+        positions: (B, T) or (1, T) integers, the tokens' indices into a `bias` of positions; any number at padding.
         causal: whether a token depends on itself and earlier tokens (language) or on all tokens (vision, encoders).
         mask: (B, T), true or 1 at real tokens. Padding does not change the state and its output is 0.
         seq_idx: (B, T) integers, the sequence numbers of packed sequences, each of adjacent tokens.
@@ -124,6 +124,7 @@ def tssa(
     _check_log_decay(log_decay, w, causal)
     dtype = compute_dtype(w.dtype)
     mask = None if mask is None else mask.bool()
+    positions = _mask_positions(positions, mask)
     log_decay = _expand_log_decay(log_decay, mask, w.shape[:3], dtype)
     tensors = w, temp, bias, log_decay, *(initial_state or ())
     needs_grad = _needs_grad(*tensors)
@@ -181,8 +182,8 @@ def tssa_step(
         initial_state: the state before the token; None at the start of a sequence. Not modified unless `in_place`.
         log_decay: (H,) or (B, H).
         backend: the Triton kernel has no gradient: where one is needed, the reference implementation runs.
-        in_place: whether the tensors of `initial_state` are updated in place, as in decoding. They must have the dtypes of a
-            `TSSAState`, and nothing may need a gradient.
+        in_place: whether the tensors of `initial_state` are updated in place, as in decoding. They must be contiguous and have
+            the dtypes of a `TSSAState`, and nothing may need a gradient.
 
     Returns:
         `TSSAOutput` with the output (B, H, p), the membership (B, H) and the state after the token.
@@ -204,11 +205,18 @@ def tssa_step(
     tensors = w, temp, bias, log_decay, *(initial_state or ())
     needs_grad = _needs_grad(*tensors)
     state = zero_state(w.unsqueeze(1)) if initial_state is None else as_state(initial_state, w)
-    if in_place and initial_state is not None and (needs_grad or any(x is not y for x, y in zip(state, initial_state))):
-        raise ValueError(
-            "tssa_step cannot update a state in place if a gradient is needed or if it has other dtypes than a TSSAState."
-        )
+    if in_place and initial_state is not None:
+        if needs_grad or any(x is not y for x, y in zip(state, initial_state)):
+            raise ValueError(
+                "tssa_step cannot update a state in place if a gradient is needed or if it has other dtypes than a TSSAState."
+            )
+        if not all(x.is_contiguous() for x in state):
+            raise ValueError(
+                "tssa_step cannot update a state in place whose tensors are not contiguous: in an expanded state, sequences "
+                "share numbers. Clone it, or omit in_place."
+            )
     dtype, mask = compute_dtype(w.dtype), None if mask is None else mask.bool()
+    positions = _mask_positions(positions, mask)
     temp = temp.reshape(-1).to(dtype)
     log_decay = _expand_log_decay(log_decay, mask, w.shape[:2], dtype)
     kernels = None
@@ -399,6 +407,11 @@ def _check_log_decay(log_decay: torch.Tensor | None, w: torch.Tensor, causal: bo
         raise ValueError(f"log_decay must have one of the shapes {', '.join(map(str, shapes))}, got {tuple(log_decay.shape)}.")
     if log_decay.device.type == "cpu" and not is_traced() and bool((log_decay > 0).any()):
         raise ValueError(f"log_decay must be at most 0, or the state grows without bound; got {log_decay.max().item():.3g}.")
+
+
+def _mask_positions(positions: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The positions of real tokens, 0 at padding, where they may be no indices."""
+    return positions if positions is None or mask is None else positions.masked_fill(~mask, 0)
 
 
 def _expand_log_decay(log_decay: torch.Tensor | None, mask: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype):

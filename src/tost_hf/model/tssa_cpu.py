@@ -217,6 +217,15 @@ def _softmax_over_heads(logits):
 
 
 @_jit
+def _are_indices(positions, mask, size):
+    """Whether the positions of all real tokens are indices into `size` elements."""
+    for t in range(len(positions)):
+        if mask[t] and not 0 <= positions[t] < size:
+            return False
+    return True
+
+
+@_jit
 def _causal_forward(
     first, last, starts, w, temp, mask, log_decay, normalize_scores, rows, has_state, bias,
     positions, sum_sq, sum_weighted_sq, sum_membership, output, membership, score, carries,
@@ -269,8 +278,6 @@ def _causal_forward(
                             v = _load(w[t, h, i])
                             sum_of_ratios += v * v
                     position = positions[t] if has_positions else t % bias.shape[1]
-                    if not 0 <= position < bias.shape[1]:
-                        raise IndexError("A position is not below max_position_embeddings.")
                     sum_of_ratios += F32(P) * bias[h, position]
                     if saves:
                         score[t, h] = sum_of_ratios
@@ -723,12 +730,14 @@ def as_array(x: torch.Tensor) -> np.ndarray:
     """The array of x, of any strides; of bfloat16, the bits."""
     if x.requires_grad:
         x = x.detach()
+    x = x.resolve_neg()
     return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 
 def parameter_array(x: torch.Tensor) -> np.ndarray:
     """A contiguous array of a parameter. `numpy()` would fix the size of the storage, which FSDP frees and allocates again."""
-    x = x.detach().view(torch.uint16) if x.dtype == torch.bfloat16 else x.detach()
+    x = x.detach().resolve_neg()  # dlpack ignores the negative bit
+    x = x.view(torch.uint16) if x.dtype == torch.bfloat16 else x
     return np.ascontiguousarray(np.from_dlpack(x))
 
 
@@ -789,7 +798,12 @@ def compute_causal(
         membership: (N, H) float32; written.
         score: (N, H) float32; written for the backward, as are
         carries: (R, chunks, 2 H p + H) float32, the states before each chunk of equally long sequences.
+
+    Raises:
+        IndexError: a real token's position is not an index into `bias`; the state is not updated.
     """
+    if positions is not None and not _are_indices(positions, mask, bias.shape[1]):
+        raise IndexError("A position is not below max_position_embeddings.")
     inputs = w, temp, mask, _or(log_decay, _NO_HEADS), normalize_scores, rows, has_state, bias, _or(positions, _NO_INDEX)
     S, N, D = state
     _run(_causal_forward, starts, *inputs, S, N, D[..., None], output, membership, score, carries)
