@@ -141,6 +141,22 @@ def test_ema_weights_are_saved_and_restored(tmp_path):
         make_trainer(tmp_path, ema_decay=0.6).train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
 
 
+def test_best_model_has_the_ema_weights_of_its_step(tmp_path):
+    """A learning rate at which the loss rises after the first step."""
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trainer = make_trainer(tmp_path, ema_decay=0.6, learning_rate=0.3, load_best_model_at_end=True, **options)
+    trainer.train()
+    step = trainer.state.best_global_step
+    assert step < trainer.state.global_step
+    trainer.save_model()
+    best = tmp_path / f"out/checkpoint-{step}"
+    for name in ("model.safetensors", "ema/model.safetensors"):
+        actual, expected = (load_file(folder / name) for folder in (tmp_path / "out", best))
+        assert actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected), name
+    [logged] = [x["eval_ema_loss"] for x in trainer.state.log_history if x["step"] == step and "eval_ema_loss" in x]
+    assert trainer.evaluate()["eval_ema_loss"] == pytest.approx(logged)
+
+
 def test_frozen_batch_norm(tmp_path):
     for freeze in (False, True):
         model = tiny_vision_model()

@@ -115,7 +115,7 @@ class ToSTVisionTrainingArguments(BaseTrainingArguments):
 
 
 class _VisionCallback(TrainerCallback):
-    """Sets the sampler's epoch, and updates the EMA weights after each step."""
+    """Sets the sampler's epoch, updates the EMA weights after each step, and loads those of the best model."""
 
     def __init__(self, trainer: "ToSTVisionTrainer"):
         self.trainer = trainer
@@ -129,6 +129,10 @@ class _VisionCallback(TrainerCallback):
         if self.trainer.ema is not None:
             self.trainer.ema.update_parameters(self.trainer.model)
 
+    def on_train_end(self, args, state, control, **kwargs):
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:  # Trainer has loaded its weights
+            self.trainer.load_ema(state.best_model_checkpoint)
+
 
 class ToSTVisionTrainer(ToSTTrainer):
     """`ToSTTrainer` for images: soft labels of Mixup and CutMix, a teacher, EMA weights, BatchNorm options.
@@ -137,8 +141,8 @@ class ToSTVisionTrainer(ToSTTrainer):
     loss is the model's.
 
     With `ema_decay` above 0 an exponential moving average of the weights is stored as `ema`. Every checkpoint and the final
-    model contain it as a model in the folder `ema` (`from_pretrained(folder, subfolder="ema")`); it is restored on resuming,
-    and evaluated in addition to the weights (`eval_ema_...`).
+    model contain it as a model in the folder `ema` (`from_pretrained(folder, subfolder="ema")`); it is restored on resuming
+    and with `load_best_model_at_end`, and evaluated in addition to the weights (`eval_ema_...`).
 
     The class token and XCA's `temperature` have no weight decay, either. A `sampler` of the training data set determines its
     order (see `tost_hf.training.augmentation.RepeatedSampler`).
@@ -285,9 +289,12 @@ class ToSTVisionTrainer(ToSTTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None):
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.load_ema(resume_from_checkpoint)
+
+    def load_ema(self, checkpoint: str) -> None:
+        """Loads the EMA weights of a checkpoint folder; does nothing without `ema_decay`."""
         if self.ema is not None:
-            file = os.path.join(resume_from_checkpoint, EMA_FOLDER, SAFE_WEIGHTS_NAME)
-            self.ema.module.load_state_dict(load_file(file))
+            self.ema.module.load_state_dict(load_file(os.path.join(checkpoint, EMA_FOLDER, SAFE_WEIGHTS_NAME)))
             self.ema.n_averaged.fill_(1)
 
 
