@@ -3,7 +3,7 @@
 
     python examples/benchmarks/gpu.py
 
-Needs torch, transformers and pytest; the package is imported from the repository's `src`. Records are appended to the CSV
+Needs torch, transformers, pytest and pytest-xdist; the package is imported from the repository's `src`. Records are appended to the CSV
 files of the benchmarks, or of $OUT if that is set; each benchmark prints its table. A benchmark that fails or times out does
 not stop the others.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TESTS = "-m pytest -q -m '' --maxfail 5 tests/test_triton.py tests/test_triton_check.py"
+TESTS = "-m pytest -q -m '' -n 14 --maxfail 5 tests/test_triton.py tests/test_triton_check.py"  # each compiles its kernels
 BENCHMARKS = (  # arguments of run.py, the cheapest first
     "kernel_times",
     "op --shape 8 8192 12 64 --form causal",
