@@ -243,6 +243,7 @@ def train(trainer: Trainer, model_args, data_args, num_samples: int | None) -> s
         store_in_dtype(trainer.model, args.output_dir, model_args.save_dtype)
     has_trained = result.global_step > start_step
     if has_trained:
+        result.metrics["train_start_step"] = start_step  # the loss and the runtime are those from here on
         save_metrics(trainer, "train", result.metrics, num_samples)
         if checkpoint is not None:
             record_run(trainer, model_args, data_args, is_resumed=True)

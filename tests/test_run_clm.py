@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from itertools import chain
 
@@ -213,8 +214,8 @@ def test_restarting_a_finished_run_trains_no_step(tmp_path, clm_args, monkeypatc
     assert "do_eval" not in changes or json.loads((out / "eval_results.json").read_text())["perplexity"] > 1
 
 
-def test_all_commands_of_a_resumed_run_are_recorded(tmp_path, clm_args, monkeypatch):
-    """They are when another command resumes it, such as one with more steps; an interrupted run has recorded its own."""
+def test_record_of_a_resumed_run(tmp_path, clm_args, monkeypatch):
+    """All commands, such as another with more steps; and from which step on its loss and time were measured."""
     commands = []
     for max_steps in (2, 4):
         args = clm_args(save_strategy="steps", save_steps=2, max_steps=max_steps)
@@ -223,6 +224,10 @@ def test_all_commands_of_a_resumed_run_are_recorded(tmp_path, clm_args, monkeypa
         run_clm.main(args)
     recorded = json.loads((tmp_path / "out/run_arguments.json").read_text())["command"]
     assert recorded.splitlines() == commands
+    card = (tmp_path / "out/README.md").read_text()
+    [loss] = re.findall(r"\| train loss \(from step 2 on\) \| (.*) \|", card)
+    assert float(loss) == pytest.approx(sum(losses(tmp_path / "out")[2:]) / 2, abs=1e-4)
+    assert "| train runtime (from step 2 on) |" in card and "| global step | 4 |" in card
 
 
 def test_preset_with_options_is_trained_and_loaded(tmp_path, clm_args):

@@ -17,6 +17,7 @@ IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _REQUIRED_STRINGS = ("task_type", "dataset_type", "dataset_name", "metric_type")  # of a result in evaluation.json
 _OPTIONAL_STRINGS = ("dataset_config", "dataset_split", "metric_name", "protocol", "command", "date")
 _TRAINING_FIELDS = ("global_step", "epoch", "train_samples", "train_batch_size", "train_loss", "train_runtime")
+_FIELDS_OF_LAST_START = ("train_loss", "train_runtime")  # the others are of all parts of a resumed run
 
 
 class Records(NamedTuple):
@@ -48,11 +49,17 @@ def read_records(folder: Path) -> Records:
     results = read_json(folder / EVALUATION).get("results", [])
     check_results(results, folder / EVALUATION)
     training = state | read_json(folder / TRAIN_RESULTS)
+    start_step = training.get("train_start_step")
+    start = f" (from step {start_step} on)" if start_step and _is_finite_number(start_step) else ""
     return Records(
         [result for result in results if _is_finite_number(result["metric_value"])],
         metrics,
         run,
-        {key: training[key] for key in _TRAINING_FIELDS if training.get(key) and _is_finite_number(training[key])},
+        {
+            key + start * (key in _FIELDS_OF_LAST_START): training[key]
+            for key in _TRAINING_FIELDS
+            if training.get(key) and _is_finite_number(training[key])
+        },
     )
 
 
