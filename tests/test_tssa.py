@@ -202,7 +202,7 @@ def test_in_place_step_rejects_unsuitable_states():
     assert all(x is y for x, y in zip(tssa_step(w, temp, initial_state=state, in_place=True).final_state, state))
     float32 = state._replace(sum_membership=torch.zeros(2, 3))
     expanded = TSSAState(*(x[:1].expand_as(x) for x in state))  # one prompt, two continuations
-    for tokens, initial_state in ((w, float32), (w, expanded), (w.requires_grad_(), state)):
+    for tokens, initial_state in ((w, float32), (w, expanded), (w.clone().requires_grad_(), state)):
         with pytest.raises(ValueError, match="in place"):
             tssa_step(tokens, temp, initial_state=initial_state, in_place=True)
 
