@@ -686,8 +686,7 @@ def _cdiv(n, m):
 
 
 def _make_contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
-    # a tensor with the negative bit stores the numbers of which it is the negative
-    return None if x is None else x.contiguous().resolve_neg()
+    return None if x is None else x.contiguous()
 
 
 def _as_bytes(mask: torch.Tensor | None) -> torch.Tensor | None:
