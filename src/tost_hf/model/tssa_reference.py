@@ -78,7 +78,7 @@ def is_traced() -> bool:
 
 def has_tangent(*tensors: torch.Tensor | None) -> bool:
     """Whether forward-mode automatic differentiation is under way and one of the tensors has a tangent."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # -1 outside of `dual_level`
         return False
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
