@@ -697,7 +697,7 @@ class _Launcher:
     """Arguments and buffers that the kernel launches of one forward or backward share."""
 
     def __init__(self, w, log_decay, mask, causal):
-        self.w, self.causal = _make_contiguous(w), causal
+        self.w, self.causal = w.contiguous(), causal
         self.B, self.T, self.H, self.p = w.shape
         self.num_chunks = self.B * _cdiv(self.T, CHUNK)
         self.token_args = (self.w, _make_contiguous(log_decay), _as_bytes(mask), self.T)
@@ -798,7 +798,7 @@ def _backward(
     """Gradients of w, temp, the score, the log decay and the initial state."""
     with torch.cuda.device_of(w):
         launcher = _Launcher(w, log_decay, mask, causal)
-        grad = torch.zeros_like(launcher.w) if grad_output is None else _make_contiguous(grad_output)
+        grad = torch.zeros_like(launcher.w) if grad_output is None else grad_output.contiguous()
         boundary_grads = _make_contiguous(grad_final), None if initial is None else torch.empty_like(initial)
         grad_carries = launcher.empty_carries()
         sub_chunk_states = launcher.empty_states(launcher.num_chunks * (CHUNK // SUB_CHUNK)) if causal else carries
@@ -892,7 +892,7 @@ def tssa_step_triton(
         raise ValueError(
             f"The state is updated in place: its tensors must be contiguous, got strides {[x.stride() for x in state]}."
         )
-    w, temp, bias, log_decay = map(_make_contiguous, (w, temp, bias, log_decay))
+    w, temp, bias, log_decay = w.contiguous(), temp.contiguous(), _make_contiguous(bias), _make_contiguous(log_decay)
     output, membership = torch.empty_like(w), w.new_empty((B, H), dtype=torch.float32)
     heads, channels, warps = _choose_block_sizes(H, p, all_heads=True)
     with torch.cuda.device_of(w):
@@ -948,7 +948,7 @@ def tssa_triton(
     B, T, H, p = w.shape
     bias, log_decay = (None if x is None else x.expand(B, T, H) for x in (bias, log_decay))
     initial_state = None if state is None else _concatenate_state(state)
-    output, membership, final_state, _ = _forward(w, _make_contiguous(temp), bias, mask, log_decay, initial_state, causal)
+    output, membership, final_state, _ = _forward(w, temp.contiguous(), bias, mask, log_decay, initial_state, causal)
     if not causal:
         return output, membership, None
     return output, membership, as_state((x.contiguous() for x in _split_state(final_state, H, p)), w)
