@@ -1,5 +1,7 @@
 """The choice of the backend of TSSA by argument, environment variable, device and dtype."""
 
+import re
+import runpy
 import sys
 import types
 import warnings
@@ -128,6 +130,64 @@ def test_without_numba(monkeypatch):
     with pytest.raises(ValueError, match=r"torch\.float64"):
         monkeypatch.undo()
         tssa(w.double(), temp.double(), backend="numba")
+
+
+def test_without_compilation(monkeypatch):
+    """With NUMBA_DISABLE_JIT numba would run the kernels as Python, which it cannot."""
+    w, temp, _ = make(dtype=torch.float32)
+    monkeypatch.delenv("TOST_HF_BACKEND", raising=False)
+    monkeypatch.setattr(tssa_cpu.numba.config, "DISABLE_JIT", 1)
+    _warn_of_fallback.cache_clear()
+    with pytest.warns(UserWarning, match="NUMBA_DISABLE_JIT is set"):
+        output = tssa(w, temp).output
+    assert torch.equal(output, tssa(w, temp, backend="torch").output)
+    with pytest.raises(ValueError, match="NUMBA_DISABLE_JIT is set"):
+        tssa(w, temp, backend="numba")
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:50])
+
+
+@pytest.fixture
+def compile_squares(tmp_path, monkeypatch):
+    """Compiles two functions of one argument, as at the start of a process; returns those and the folder of their cache."""
+    (tmp_path / "squares.py").write_text("def square(x):\n    return x * x\n\ndef cube(x):\n    return x * x * x\n")
+    functions = runpy.run_path(str(tmp_path / "squares.py"))
+
+    def compile_again():
+        monkeypatch.setattr(tssa_cpu._Cache, "has_warned", False)
+        square, cube = (tssa_cpu._jit(functions[name]) for name in ("square", "cube"))
+        return square, cube, Path(square.stats.cache_path)
+
+    return compile_again
+
+
+@pytest.mark.parametrize("files", ["*.nbi", "*.nbc", "*.nb?"])
+@pytest.mark.parametrize("damage", [cut, lambda file: file.write_bytes(b"garbage\n"), lambda file: file.write_bytes(b"")])
+def test_damaged_cache_of_numba(compile_squares, files, damage):
+    """Functions are compiled, with one warning that names the folder."""
+    square, cube, folder = compile_squares()
+    assert square(3) + cube(2) == 17 and len(list(folder.glob("*.nb?"))) == 4
+    for file in folder.glob(files):
+        damage(file)
+    square, cube, _ = compile_squares()
+    with pytest.warns(UserWarning, match=re.escape(f"numba's cache in {folder} cannot be used")) as warnings:
+        assert square(3) + cube(2) == 17
+    assert len(warnings) == 1
+
+
+def test_cache_of_numba_on_a_full_disk(compile_squares):
+    resource = pytest.importorskip("resource")
+    square, cube, folder = compile_squares()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        with pytest.warns(UserWarning, match=re.escape(str(folder))) as warnings:
+            assert square(3) + cube(2) == 17
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(warnings) == 1
 
 
 def test_loads_without_numba(monkeypatch):

@@ -135,6 +135,15 @@ def test_several_threads(threads):
         assert all(torch.equal(x, y) for x, y in zip(result, expected))
 
 
+def test_thread_after_the_pool(threads, monkeypatch):
+    """When the main thread has ended, the pool is shut down, and other threads may still compute."""
+    w, pool = torch.randn(5, 150, 8, 64), ThreadPoolExecutor()
+    expected = run_threaded(w)
+    pool.shutdown()
+    monkeypatch.setattr(tssa_cpu, "_pool", lambda: pool)
+    assert all(map(torch.equal, run_threaded(w), expected))
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_fork_after_use(threads):
     w = torch.randn(5, 150, 8, 64)

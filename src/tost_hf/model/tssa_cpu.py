@@ -17,9 +17,11 @@ Gradients `grad_x` are with respect to x. The output is computed as -w Pi D / (N
 Loops over channels start at 0, as numba vectorizes no others. bfloat16, which numba lacks, is passed as its bits (uint16).
 """
 
+import contextlib
 import functools
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -47,9 +49,10 @@ try:
     import numba
     from llvmlite import ir
     from numba import types
+    from numba.core.caching import FunctionCache
     from numba.extending import intrinsic
 except ImportError as error:
-    numba, _import_error = None, error  # type: ignore[assignment]
+    numba, _import_error, FunctionCache = None, error, object  # type: ignore[assignment,misc]
 
 
 CHUNK_TOKENS = 32
@@ -58,15 +61,43 @@ EPS_S, EPS_D, EPS_S_BIDIRECTIONAL = F32(EPS_SUM_SQ), F32(EPS_MEMBERSHIP), F32(EP
 WEAK_DECAY = F32(-0.1)  # log decays above are expanded around a decay of 1, below which this would cancel digits
 
 
+class _Cache(FunctionCache):
+    """numba's cache of a compiled function on disk, which raises no errors: without it the function is compiled."""
+
+    has_warned = False
+
+    def load_overload(self, *args):
+        try:
+            return super().load_overload(*args)
+        except Exception as error:  # of any type if a file is damaged
+            self._warn(error)
+            return None
+
+    def save_overload(self, *args):
+        try:
+            super().save_overload(*args)
+        except Exception as error:  # as above; an OSError if the disk is full
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        if not _Cache.has_warned:
+            _Cache.has_warned = True  # once for all functions
+            warnings.warn(
+                f"numba's cache in {self.cache_path} cannot be used ({error!r}), so that each start compiles the kernels, for "
+                "several seconds. Remove the folder, or free disk space; NUMBA_CACHE_DIR chooses another folder.",
+                stacklevel=2,
+            )
+
+
 def _jit(function: Callable) -> Any:
     if numba is None:
         return function
     # sums may be reordered, but not as if there were no infinities and NaN
     options: dict[str, Any] = {"fastmath": {"contract", "nsz", "arcp", "reassoc"}, "error_model": "numpy", "nogil": True}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # neither this folder nor the user's cache is writable
-        return numba.njit(**options)(function)
+    dispatcher = numba.njit(**options)(function)
+    with contextlib.suppress(RuntimeError):  # neither this folder nor the user's cache is writable
+        dispatcher._cache = _Cache(function)
+    return dispatcher
 
 
 def _intrinsic(function: Callable) -> Any:
@@ -720,7 +751,14 @@ def _run(kernel: Callable, starts: np.ndarray, tokens: np.ndarray, *args) -> Non
         return
     bounds = np.searchsorted(starts, starts[-1] * np.arange(threads + 1) / threads)
     ranges = [(first, last) for first, last in pairwise(bounds.tolist()) if first < last]
-    futures = [_pool().submit(kernel, *sequences, starts, tokens, *args) for sequences in ranges[1:]]
+    futures = []
+    for sequences in ranges[1:]:
+        try:
+            futures.append(_pool().submit(kernel, *sequences, starts, tokens, *args))
+        except RuntimeError as error:
+            if "shutdown" not in str(error):
+                raise
+            kernel(*sequences, starts, tokens, *args)  # this thread outlives the main thread, but not the pool
     kernel(*ranges[0], starts, tokens, *args)
     for future in futures:
         future.result()
@@ -1059,6 +1097,8 @@ def check_supported(dtype: torch.dtype, device: str) -> None:
     """Raises a ValueError if the kernels do not support a dtype on a device type."""
     if numba is None:
         raise ValueError(f'numba cannot be imported ({_import_error}): pip install "tost-hf[cpu]"')
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        raise ValueError("NUMBA_DISABLE_JIT is set, so that numba compiles no kernels")
     if device != "cpu" or dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"the numba kernels do not support {dtype} tokens on {device}")
 
