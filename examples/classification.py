@@ -2,6 +2,7 @@
 """Shared by the classification scripts: labels, the model's head, accuracy, and the table and figures of a card."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,97 +64,153 @@ def label_candidates(dataset: Dataset) -> list[str]:
     return class_labels or [column for column in LABEL_COLUMNS if column in dataset.column_names]
 
 
-def class_names(dataset: Dataset, names: str | None, known_names: Sequence[str] = ()) -> list[str]:
-    """The names of the classes, from `--class_names` or the data's column "label".
+def encode_labels(
+    splits: dict[str, Dataset], class_names: str | None, model_names: Sequence[str], trains: bool, kind: str
+) -> tuple[dict[str, Dataset], list[str]]:
+    """Converts the column "label" of all splits to class indices.
+
+    Labels are the names of classes, compared as strings; whole numbers are names, too. Training keeps the model's classes and
+    their order if the training data has the same classes; evaluation and prediction are always of the model's classes.
 
     Args:
-        dataset: the examples.
-        names: the value of `--class_names`.
-        known_names: those of a trained model, whose order is kept if the data has the same.
+        splits: the examples, those of training first.
+        class_names: the value of `--class_names`, the names of the labels 0, 1, ...
+        model_names: the classes of the pretrained model, none without one.
+        trains: whether the model is trained.
+        kind: what an example is, for messages.
+
+    Returns:
+        The splits, and the names of the classes.
 
     Raises:
-        ValueError: there are no names, or only one.
+        ValueError: a label is missing, is no name or is none of the classes; a class has no name or the name of another; there
+            is only one class, or no model to evaluate.
     """
-    feature = dataset.features["label"]
-    if names is not None:
-        return [name.strip() for name in names.split(",")]
-    if isinstance(feature, ClassLabel) and feature.names:
-        found = feature.names
-    elif feature.dtype in ("string", "large_string"):
-        found = sorted(set(dataset["label"]) - {None})
-    else:
-        found = []
-    if len(found) == 1:
-        raise ValueError(f"All examples are of one class, {found[0]!r}; a classifier needs at least two.")
-    if found:
-        return list(known_names) if sorted(known_names) == sorted(found) else found
-    raise ValueError("The labels are numbers without names: give the names by --class_names cat,dog,... in their order.")
+    if not trains and not model_names:
+        raise ValueError("There is no model to evaluate: give --model_name_or_path, or train one (--do_train).")
+    chosen_names = None if class_names is None else _check_names([name.strip() for name in class_names.split(",")])
+    labels = {split: read_labels(split, dataset, chosen_names, kind) for split, dataset in splits.items()}
+    classes = list(model_names)
+    if trains:
+        split, dataset = next(iter(splits.items()))
+        feature = dataset.features["label"]
+        names = feature.names if isinstance(feature, ClassLabel) else sorted(set(labels[split]))
+        names = chosen_names or _check_names(names)
+        if len(names) == 1:
+            raise ValueError(f"All examples are of one class, {names[0]!r}; a classifier needs at least two.")
+        classes = classes if sorted(classes) == sorted(names) else names
+    indices = {split: class_indices(split, labels[split], classes, kind) for split in splits}
+    splits = {split: data.remove_columns("label").add_column("label", indices[split]) for split, data in splits.items()}
+    return splits, classes
 
 
-def encode_labels(split: str, dataset: Dataset, names: list[str], has_names: bool, kind: str) -> list[int]:
-    """The column "label" as indices of `names`.
+def _check_names(names: list[str]) -> list[str]:
+    for name, count in Counter(names).items():
+        if not name or count > 1:
+            problem = f"two classes are called {name!r}" if name else "a class has an empty name"
+            raise ValueError(f"Of the classes {', '.join(names)} {problem}: each needs a name of its own.")
+    return names
+
+
+def read_labels(split: str, dataset: Dataset, chosen_names: list[str] | None, kind: str) -> list[str]:
+    """The labels of a split as names; numbers are those of `chosen_names`, or else names themselves."""
+    feature, labels = dataset.features["label"], dataset["label"][:]
+    for index, label in enumerate(labels):
+        if label is None or label == "":
+            raise ValueError(f"{kind} {index} of the {split} split has no label.")
+        if not isinstance(label, str | int) and not (isinstance(label, float) and label.is_integer()):
+            raise ValueError(
+                f"{kind} {index} of the {split} split has the label {label!r}: it must be a name or a whole number."
+            )
+    if chosen_names is not None:
+        numbers = {str(number): name for number, name in enumerate(chosen_names)}
+        clash = next((name for number, name in numbers.items() if name in numbers and name != number), None)
+        if clash is not None and any(isinstance(label, str) for label in labels):
+            raise ValueError(
+                f"The labels of the {split} split are strings, of which {clash!r} may be a name or a number of --class_names: "
+                "leave --class_names out, as labels are names."
+            )
+        names = numbers | {name: name for name in chosen_names}
+        return [
+            names.get(label, label) if isinstance(label, str) else numbers.get(str(int(label)), str(label)) for label in labels
+        ]
+    if isinstance(feature, ClassLabel):
+        names = dict(enumerate(feature.names))
+        return [names.get(label, str(label)) for label in labels]
+    return [str(int(label)) if isinstance(label, float) else str(label) for label in labels]
+
+
+def class_indices(split: str, labels: Sequence[str], classes: Sequence[str], kind: str) -> list[int]:
+    """The indices of labels in `classes`.
 
     Args:
         split: name of the split, for messages.
-        dataset: the examples.
-        names: the classes.
-        has_names: whether a `ClassLabel`'s own names count; otherwise its numbers do.
+        labels: names of classes.
+        classes: the model's.
         kind: what an example is, for messages.
 
     Raises:
-        ValueError: a label is not among them.
+        ValueError: a label is not among them, or two of them have its name.
     """
-    feature, labels = dataset.features["label"], dataset["label"][:]
-    by_name = feature.dtype in ("string", "large_string")
-    if isinstance(feature, ClassLabel) and has_names:  # files may number the names differently
-        by_name, id2label = True, dict(enumerate(feature.names))
-        labels = [id2label.get(label, label) for label in labels]
-    label2id = {name if by_name else number: number for number, name in enumerate(names)}
+    counts, indices = Counter(classes), {name: index for index, name in enumerate(classes)}
     for index, label in enumerate(labels):
-        if label not in label2id:
+        if counts[label] != 1:
             raise ValueError(
-                f"{kind} {index} of the {split} split has the label {label!r}, which is none of the {len(names)} classes "
-                f"{', '.join(names[:20])}{', ...' if len(names) > 20 else ''}."
+                f"{kind} {index} of the {split} split has the label {label!r}, which is "
+                f"{'more than one' if counts[label] else 'none'} of the {len(classes)} classes {', '.join(classes[:20])}"
+                f"{', ...' if len(classes) > 20 else ''}: name it as one of them, or train the model on it."
             )
-    return [label2id[label] for label in labels]
+    return [indices[label] for label in labels]
 
 
 def label_names(config: PreTrainedConfig) -> list[str]:
     """The names of a model's classes, in their order."""
-    return [config.id2label[i] for i in range(config.num_labels)]
+    return [str(config.id2label[i]) for i in range(config.num_labels)]
 
 
-def select_samples(splits: dict[str, Dataset], limits: dict[str, int | None], requested: Sequence[str], kind: str, seed: int):
-    """Limits splits, in place, to a number of examples.
+def pretrained_names(model_args) -> list[str]:
+    """The classes of the model that the arguments name, none without one."""
+    return [] if model_args.model_name_or_path is None else label_names(model_args.load_config())
+
+
+def pick_splits(splits: dict[str, Dataset], requested: Sequence[str], can_hold_out: bool, kind: str) -> dict[str, Dataset]:
+    """The requested splits in their order; training examples as well, if validation examples must be held out of them.
 
     Args:
         splits: the data of each split.
-        limits: the number of examples of each split, None for all.
         requested: the splits that must exist.
+        can_hold_out: whether validation examples may be held out.
         kind: "images" or "texts", for messages.
-        seed: of the order in which examples are drawn, as the data may be sorted by class.
 
     Raises:
         ValueError: a requested split does not exist.
     """
-    for split in requested:
-        if split not in splits:
-            options = f"--{split}_dir or --{split}_file" if kind == "images" else f"--{split}_file"
-            raise ValueError(f"There are no {split} {kind}; give {options}, or a dataset that has them.")
-    for split, limit in limits.items():
-        if split in splits and limit is not None:
-            dataset = splits[split].shuffle(seed=seed)
-            splits[split] = dataset.select(range(min(limit, len(dataset))))
+    names = set(requested)
+    if "validation" in names - splits.keys() and "train" in splits and can_hold_out:
+        names = names - {"validation"} | {"train"}
+    for split in sorted(names - splits.keys()):
+        options = f"--{split}_dir or --{split}_file" if kind == "images" else f"--{split}_file"
+        raise ValueError(f"There are no {split} {kind}; give {options}, or a dataset that has them.")
+    return {split: splits[split] for split in ("train", "validation", "test") if split in names}
+
+
+def limit_samples(splits: dict[str, Dataset], data_args, seed: int) -> dict[str, Dataset]:
+    """The splits with at most `--max_..._samples` examples, drawn with a seed, as the data may be sorted by class."""
+    options, limited = {"train": "max_train_samples", "validation": "max_eval_samples", "test": "max_predict_samples"}, {}
+    for split, dataset in splits.items():
+        limit = getattr(data_args, options[split])
+        limited[split] = dataset if limit is None else dataset.shuffle(seed=seed).select(range(min(limit, len(dataset))))
+    return limited
 
 
 # Model ---------------------------------------------------------------------------------------------------------------
 
 
-def load_classifier(auto_class, model_args, config: PreTrainedConfig, names: list[str]) -> PreTrainedModel:
-    """The model to fine-tune, with a new head if its labels are not `names`, or a new model.
+def load_classifier(auto_class, model_args, config: PreTrainedConfig, names: list[str], trains: bool) -> PreTrainedModel:
+    """The model to fine-tune, with a new head if its labels are not `names`, or a new model; or the model to evaluate.
 
     Raises:
-        ValueError: the head of the model has an unknown name.
+        ValueError: the head of the model has an unknown name, or the model to evaluate lacks weights.
     """
     old_names = label_names(config)
     config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
@@ -172,6 +229,11 @@ def load_classifier(auto_class, model_args, config: PreTrainedConfig, names: lis
         )
     head = next((name for name in ("classifier", "score") if hasattr(pretrained, name)), None)
     new_names = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
+    if new_names and not trains:
+        raise ValueError(
+            f"{model_args.model_name_or_path} lacks {', '.join(new_names[:5])}, {len(new_names)} in all, or has them in "
+            "another shape: train it first (--do_train)."
+        )
     if trunk_names := sorted(name for name in new_names if head is None or not name.startswith(f"{head}.")):
         logger.warning(
             f"{model_args.model_name_or_path} lacks {', '.join(trunk_names[:5])}, {len(trunk_names)} in all, or has them in "

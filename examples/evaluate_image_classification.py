@@ -21,14 +21,13 @@ from pathlib import Path
 import script_setup  # noqa: F401
 import pyarrow.compute
 import torch
-from classification import label_names
+from classification import class_indices, label_names, read_labels
 from datasets import ClassLabel, Dataset, Value
 from evaluation import EvaluationArguments, Measurement, load_source, make_results, print_results, results_file, write_results
 from run_image_classification import (
     DataTrainingArguments,
     EvaluationImages,
     choose_columns,
-    number_labels,
     preprocess_logits_for_metrics,
 )
 from scripting import load_pretrained, parse_args, recorded_command, run
@@ -55,7 +54,7 @@ class ImageEvaluationArguments(EvaluationArguments):
     label_column_name: str | None = HfArg(
         default=None,
         help="The column of labels. Named labels are matched with the model's by name (by number if the model's have "
-        "no names); plain numbers are the model's. Default: the only one.",
+        "no names); plain numbers are the model's, unless all are names of its classes. Default: the only one.",
     )
     real_labels: str | None = HfArg(
         default=None,
@@ -73,7 +72,12 @@ def match_labels(examples: Dataset, split: str, names: list[str], data_args: Dat
     if unnamed and isinstance(feature, ClassLabel) and not set(feature.names) <= set(names):
         logger.warning("The model's classes have no names: the data's label numbers are used as the model's class numbers.")
         examples = examples.cast_column("label", Value("int64"))
-    return number_labels(split, examples, names, data_args)
+    labels = read_labels(split, examples, None, "Image")
+    has_numbers = not isinstance(examples.features["label"], ClassLabel) and not isinstance(examples["label"][0], str)
+    if has_numbers and not set(labels) <= set(names):
+        names = [str(number) for number in range(len(names))]
+    indices = class_indices(split, labels, names, "Image")
+    return examples.remove_columns("label").add_column("label", indices)
 
 
 def load_real_labels(file: str, examples: Dataset) -> list[list[int]]:

@@ -26,16 +26,17 @@ import script_setup  # noqa: F401
 import scripting
 import torch
 from classification import (
-    class_names,
     class_section,
     compute_metrics,
     encode_labels,
     find_column,
     label_candidates,
     label_names,
+    limit_samples,
     load_classifier,
+    pick_splits,
     preprocess_logits_for_metrics,
-    select_samples,
+    pretrained_names,
 )
 from datasets import Dataset
 from evaluation import Measurement, Source, make_results, write_results
@@ -108,7 +109,8 @@ class DataTrainingArguments:
     text_column_name: str | None = HfArg(default=None, help="The column of texts. Default: the only one.")
     label_column_name: str | None = HfArg(default=None, help="The column of labels. Default: the only one.")
     class_names: str | None = HfArg(
-        default=None, help="The names of the labels 0, 1, ..., separated by commas, if the data has numbers only."
+        default=None,
+        help="The names of the labels 0, 1, ..., separated by commas. Default: labels are names themselves.",
     )
     train_val_split: float = HfArg(
         default=0.05, help="The fraction of training texts to hold out if there are no validation texts."
@@ -145,8 +147,10 @@ class ClassificationTrainingArguments(ToSTTrainingArguments):
 # Data ----------------------------------------------------------------------------------------------------------------
 
 
-def load_texts(model_args: ModelArguments, data_args: DataTrainingArguments, training_args) -> dict[str, Dataset]:
-    """The splits "train", "validation" and "test", those that exist, with the columns "text" and "label"."""
+def load_texts(
+    model_args: ModelArguments, data_args: DataTrainingArguments, training_args
+) -> tuple[dict[str, Dataset], list[str]]:
+    """The requested ones of "train", "validation" and "test", with "text" and "label", a class index; and the classes."""
     options = {"cache_dir": model_args.cache_dir, "token": model_args.token}
     if data_args.dataset_name is not None:
         splits = dict(read_dataset(data_args.dataset_name, data_args.dataset_config_name, **options))
@@ -162,42 +166,42 @@ def load_texts(model_args: ModelArguments, data_args: DataTrainingArguments, tra
                     raise ValueError(f"{file!r} is none of the kinds of files that can be read: {', '.join(LOADERS)}.")
                 loader = LOADERS[file_extension(file)]
                 splits[split] = read_dataset(loader, data_files=file, split="train", **options)
-    splits = {
-        split: choose_columns(split, splits[split], data_args) for split in ("train", "validation", "test") if split in splits
-    }
-    if "train" in splits and "validation" not in splits and training_args.do_eval and data_args.train_val_split > 0:
+    flags = {"train": training_args.do_train, "validation": training_args.do_eval, "test": training_args.do_predict}
+    splits = pick_splits(splits, [split for split in flags if flags[split]], data_args.train_val_split > 0, "texts")
+    splits = {split: choose_columns(split, dataset, data_args) for split, dataset in splits.items()}
+    splits, names = encode_labels(
+        splits, data_args.class_names, pretrained_names(model_args), training_args.do_train, kind="Text"
+    )
+    if training_args.do_eval and "validation" not in splits:
         parts = splits["train"].train_test_split(data_args.train_val_split, seed=training_args.seed)
         splits |= {"train": parts["train"], "validation": parts["test"]}
-    flags = {"train": training_args.do_train, "validation": training_args.do_eval, "test": training_args.do_predict}
-    limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
-    limits["test"] = data_args.max_predict_samples
-    select_samples(splits, limits, [split for split in flags if flags[split]], "texts", training_args.seed)
-    return splits
+    splits = {split: dataset for split, dataset in splits.items() if flags[split]}
+    return limit_samples(splits, data_args, training_args.seed), names
 
 
 def choose_columns(split: str, dataset: Dataset, data_args: DataTrainingArguments) -> Dataset:
-    """Selects the columns of texts and labels and renames them to "text" and "label"."""
+    """Selects the columns of texts and labels and renames them to "text" and "label".
+
+    Raises:
+        ValueError: there are no such columns, or an example has no text.
+    """
     texts = [column for column in TEXT_COLUMNS if column in dataset.column_names]
     columns = {
         "text": find_column(split, dataset, "text", data_args.text_column_name, texts),
         "label": find_column(split, dataset, "label", data_args.label_column_name, label_candidates(dataset)),
     }
     dataset = dataset.select_columns(list(columns.values()))
-    return dataset.rename_columns({old: new for new, old in columns.items() if old != new})
-
-
-def tokenize(
-    split: str, dataset: Dataset, names: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int | None, has_names: bool
-) -> Dataset:
-    """The examples of a split with "input_ids", "labels" and "length", their number of tokens.
-
-    Raises:
-        ValueError: an example has no text, or a label that is none of `names`.
-    """
+    dataset = dataset.rename_columns({old: new for new, old in columns.items() if old != new})
     for index, text in enumerate(dataset["text"]):
-        if not isinstance(text, str) or not text.strip():
+        if not isinstance(text, str | None):
+            raise ValueError(f"Text {index} of the {split} split is no string but {text!r}.")
+        if not (text or "").strip():
             raise ValueError(f"Text {index} of the {split} split is empty.")
-    labels = encode_labels(split, dataset, names, has_names, "Text")
+    return dataset
+
+
+def tokenize(split: str, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Dataset:
+    """The examples of a split with "input_ids", "labels" and "length", their number of tokens."""
 
     def encode(examples: dict) -> dict:
         options = {} if max_length is None else {"truncation": True, "max_length": max_length}
@@ -211,7 +215,7 @@ def tokenize(
         f"The {split} texts have a median of {lengths[len(lengths) // 2]} tokens, and {lengths[-1]} at most"
         + (f"; {cut} of {len(lengths)} have {max_length} or were cut to that" if cut else "")
     )
-    return encoded.add_column("labels", labels)
+    return encoded.add_column("labels", dataset["label"][:])
 
 
 # Model ---------------------------------------------------------------------------------------------------------------
@@ -334,23 +338,15 @@ def main(args: list[str] | None = None) -> None:
     set_seed(training_args.seed)
 
     with training_args.main_process_first(desc="preparing the texts"):
-        splits = load_texts(model_args, data_args, training_args)
+        splits, names = load_texts(model_args, data_args, training_args)
         tokenizer = load_tokenizer(model_args, splits)
     if training_args.token_masking > 0 and tokenizer.mask_token is None:
         raise ValueError("--token_masking needs a tokenizer with a mask token.")
     config = load_config(model_args, tokenizer)
-    known_names = label_names(config) if model_args.model_name_or_path else []
-    names = class_names(next(iter(splits.values())), data_args.class_names, known_names)
-    if not training_args.do_train and names != known_names:
-        raise ValueError(
-            f"The model's classes are {', '.join(known_names)}, the data's {', '.join(names)}: train it first (--do_train), "
-            "or name the data's classes by --class_names."
-        )
     max_length = choose_max_length(data_args.max_seq_length, config, tokenizer)
-    has_names = data_args.class_names is None
-    examples = {split: tokenize(split, dataset, names, tokenizer, max_length, has_names) for split, dataset in splits.items()}
+    examples = {split: tokenize(split, dataset, tokenizer, max_length) for split, dataset in splits.items()}
     trainer = ClassificationTrainer(
-        model=load_classifier(AutoModelForSequenceClassification, model_args, config, names),
+        model=load_classifier(AutoModelForSequenceClassification, model_args, config, names, training_args.do_train),
         args=training_args,
         train_dataset=examples.get("train"),
         eval_dataset=examples.get("validation"),

@@ -16,6 +16,7 @@ import io
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,15 +25,16 @@ import datasets
 import scripting
 import torch
 from classification import (
-    class_names,
     compute_metrics,
     encode_labels,
     find_column,
     label_candidates,
+    limit_samples,
     load_classifier,
-    select_samples,
+    pick_splits,
+    pretrained_names,
 )
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import Dataset
 from PIL import Image, ImageOps
 from scripting import (
     check_actions,
@@ -101,7 +103,8 @@ class DataTrainingArguments:
     image_column_name: str | None = HfArg(default=None, help="The column of images. Default: the only one.")
     label_column_name: str | None = HfArg(default=None, help="The column of labels. Default: the only one.")
     class_names: str | None = HfArg(
-        default=None, help="The names of the labels 0, 1, ..., separated by commas, if the data has numbers only."
+        default=None,
+        help="The names of the labels 0, 1, ..., separated by commas. Default: labels are names themselves.",
     )
     train_val_split: float = HfArg(
         default=0.15, help="The fraction of training images to hold out if there are no validation images."
@@ -123,8 +126,27 @@ class DataTrainingArguments:
 # Images and labels ---------------------------------------------------------------------------------------------------
 
 
-def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, seed: int) -> dict[str, Dataset]:
-    """The splits "train" and "validation" with undecoded "image", "label" (a `ClassLabel`) and "source" for messages."""
+def load_images(
+    model_args: ModelArguments,
+    data_args: DataTrainingArguments,
+    seed: int,
+    requested: Sequence[str] = ("train", "validation"),
+    model_names: Sequence[str] = (),
+) -> tuple[dict[str, Dataset], list[str]]:
+    """The images of the requested splits, and the names of the classes.
+
+    Args:
+        model_args, data_args: the arguments.
+        seed: of the images that are held out.
+        requested: "train", if the model is trained, and "validation".
+        model_names: the classes of the pretrained model, none without one.
+
+    Returns:
+        The splits with undecoded "image", "source" for messages and "label", a class index; and the names of the classes.
+
+    Raises:
+        ValueError: the images cannot be read, a requested split does not exist, or a label is no class.
+    """
     options = {"cache_dir": model_args.cache_dir, "token": model_args.token}
     all_splits = {}
     if data_args.dataset_name is not None:
@@ -144,16 +166,14 @@ def load_images(model_args: ModelArguments, data_args: DataTrainingArguments, se
                 all_splits[split] = read_dataset("imagefolder", data_files=files, split="train", drop_labels=False, **options)
             elif file is not None:
                 all_splits[split] = read_dataset("parquet", data_files=file, split="train", **options)
-    splits = {
-        split: choose_columns(split, all_splits[split], data_args) for split in ("train", "validation") if split in all_splits
-    }
-
-    names = class_names(next(iter(splits.values())), data_args.class_names)
-    splits = {split: number_labels(split, dataset, names, data_args) for split, dataset in splits.items()}
-    if "validation" not in splits and "train" in splits and data_args.train_val_split > 0:
+    can_hold_out = "validation" not in all_splits and data_args.train_val_split > 0
+    splits = pick_splits(all_splits, requested, can_hold_out, "images")
+    splits = {split: choose_columns(split, dataset, data_args) for split, dataset in splits.items()}
+    splits, names = encode_labels(splits, data_args.class_names, model_names, "train" in requested, kind="Image")
+    if can_hold_out and "train" in splits:
         parts = splits["train"].train_test_split(data_args.train_val_split, seed=seed)
         splits = {"train": parts["train"], "validation": parts["test"]}
-    return splits
+    return {split: dataset for split, dataset in splits.items() if split in requested}, names
 
 
 def check_class_folders(folder: str) -> None:
@@ -169,7 +189,7 @@ def check_class_folders(folder: str) -> None:
 
 
 def choose_columns(split: str, dataset: Dataset, data_args: DataTrainingArguments) -> Dataset:
-    """Selects the columns of images and labels and renames them to "image" (undecoded) and "label"."""
+    """Selects the columns of images and labels and renames them to "image" (undecoded) and "label"; adds "source"."""
     images = [column for column, feature in dataset.features.items() if isinstance(feature, datasets.Image)]
     images = images or [column for column in IMAGE_COLUMNS if column in dataset.column_names]
     columns = {
@@ -178,15 +198,8 @@ def choose_columns(split: str, dataset: Dataset, data_args: DataTrainingArgument
     }
     dataset = dataset.select_columns(list(columns.values()))
     dataset = dataset.rename_columns({old: new for new, old in columns.items() if old != new})
-    return dataset.cast_column("image", datasets.Image(decode=False))
-
-
-def number_labels(split: str, dataset: Dataset, names: list[str], data_args: DataTrainingArguments) -> Dataset:
-    """Converts labels to indices of `names` and adds "source"; raises a ValueError for a label that is not among them."""
-    labels = encode_labels(split, dataset, names, data_args.class_names is None, "Image")
-    columns = {"label": labels, "source": [f"Image {index} of the {split} split" for index in range(len(labels))]}
-    numbers = Dataset.from_dict(columns, Features({"label": ClassLabel(names=names), "source": Value("string")}))
-    return datasets.concatenate_datasets([dataset.remove_columns("label"), numbers], axis=1)
+    dataset = dataset.cast_column("image", datasets.Image(decode=False))
+    return dataset.add_column("source", [f"Image {index} of the {split} split" for index in range(len(dataset))])
 
 
 def read_image(source: str, encoded: dict | None) -> Image.Image:
@@ -320,13 +333,12 @@ def main(args: list[str] | None = None) -> None:
     set_seed(training_args.seed)
 
     config = load_config(model_args)
-    with training_args.main_process_first(desc="preparing the images"):
-        splits = load_images(model_args, data_args, training_args.seed)
     flags = {"train": training_args.do_train, "validation": training_args.do_eval}
-    limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
-    select_samples(splits, limits, [split for split in flags if flags[split]], "images", training_args.seed)
-    names = next(iter(splits.values())).features["label"].names
-    model = load_classifier(AutoModelForImageClassification, model_args, config, names)
+    requested = [split for split in flags if flags[split]]
+    with training_args.main_process_first(desc="preparing the images"):
+        splits, names = load_images(model_args, data_args, training_args.seed, requested, pretrained_names(model_args))
+    splits = limit_samples(splits, data_args, training_args.seed)
+    model = load_classifier(AutoModelForImageClassification, model_args, config, names, training_args.do_train)
     processor = load_processor(model_args, config)
 
     image_datasets = {}

@@ -19,7 +19,7 @@ import datasets
 import torch
 import transformers
 import yaml
-from datasets import load_dataset
+from datasets import Features, Value, load_dataset
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
@@ -272,6 +272,8 @@ def read_dataset(path: str, config_name: str | None = None, **options):
     if is_local and not os.path.exists(path):  # datasets would ask the Hub, again and again without a network
         raise FileNotFoundError(f"There is no file or folder {path!r}.")
     try:
+        if path == "csv" and (columns := _csv_columns(options)):  # as written: not "01" as 1, and "NA" and "None" as missing
+            options |= {"features": Features(dict.fromkeys(columns, Value("string"))), "keep_default_na": False}
         return load_dataset(path, config_name, **options)
     except Exception as error:  # the readers of formats raise many types: EOFError, LZMAError, ...
         reason = error.__cause__ or error  # datasets' own message says only that an error occurred
@@ -280,6 +282,11 @@ def read_dataset(path: str, config_name: str | None = None, **options):
         files = options.get("data_files") or path
         names = ", ".join(map(repr, [files] if isinstance(files, str) else files))
         raise ValueError(f"The data of {names} cannot be read: {reason}") from error
+
+
+def _csv_columns(options: dict) -> list[str]:
+    """The columns of csv files, none if they have no records."""
+    return list(next(iter(load_dataset("csv", **options | {"streaming": True, "nrows": 1})), {}))
 
 
 def check_actions(training_args: TrainingArguments, *names: str) -> None:

@@ -25,7 +25,7 @@ from pathlib import Path
 import script_setup  # noqa: F401
 import run_image_classification as script
 import torch
-from classification import class_section
+from classification import class_section, pretrained_names
 from evaluate_image_classification import predict
 from evaluation import Measurement, Source, make_results, print_results, write_results
 from scripting import recorded_command
@@ -151,9 +151,10 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--trunk and --patch_size are for a new model, without --model_name_or_path")
     script.main(make_arguments(args))
     data_args = script.DataTrainingArguments(dataset_name=args.images, train_val_split=HELD_OUT_FRACTION)
-    splits = script.load_images(script.ModelArguments(), data_args, args.seed)
+    model_args = script.ModelArguments(model_name_or_path=args.output_dir)
+    splits, names = script.load_images(model_args, data_args, args.seed, model_names=pretrained_names(model_args))
     labels, predictions = evaluate(args.images, args.output_dir, splits)
-    section = class_section(labels, predictions, splits["validation"].features["label"].names, args.output_dir)
+    section = class_section(labels, predictions, names, args.output_dir)
     finish_card(args.output_dir, section)
     copy_published_files(args.output_dir, args.hub_dir)
     if AutoConfig.from_pretrained(args.output_dir).attention_type == "tssa":

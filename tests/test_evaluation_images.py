@@ -85,6 +85,9 @@ def test_labels_are_matched_by_name(pictures):
     assert match(pictures, unnamed) == pictures["label"][:]
     assert match(pictures.cast_column("label", ClassLabel(names=unnamed[10::-1])), unnamed) == pictures["model_label"][:]
     assert match(pictures, CLASSES) == pictures["model_label"][:]
+    numbers = pictures.remove_columns("label").rename_column("model_label", "label")
+    assert match(numbers, CLASSES) == numbers["label"][:]
+    assert match(numbers, [str(number) for number in range(11)][::-1]) == [10 - number for number in numbers["label"]]
 
 
 def test_real_labels_are_matched_by_file_name(tmp_path):

@@ -1,5 +1,6 @@
 """run_classification.py: texts, labels, the tokenizer, masked tokens, resuming, results; other models and other labels."""
 
+import gzip
 import json
 import re
 from functools import wraps
@@ -7,9 +8,10 @@ from functools import wraps
 import pytest
 import run_classification as script
 import torch
-from classification import TITLE
+from classification import TITLE, encode_labels
 from datasets import ClassLabel, Dataset, Features, Value
 from safetensors.torch import load_file
+from scripting import read_dataset
 from scripts import command_line, losses
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -198,5 +200,125 @@ def test_empty_texts_and_unknown_classes(tmp_path, review_args):
     Dataset.from_dict(content | {"label": ["no", "yes"] * 2}).to_json(tmp_path / "other.json")
     changes = {"config_name": None, "config_overrides": None, "tokenizer_vocab_size": None, "dataset_name": None}
     changes |= {"model_name_or_path": tmp_path / "out", "do_train": None, "do_predict": True}
-    with pytest.raises(ValueError, match=r"The model's classes are bad, good, the data's no, yes: train it first"):
+    with pytest.raises(
+        ValueError, match=r"Text 0 of the test split has the label 'no', which is none of the 2 classes bad, good"
+    ):
         script.main(review_args(**changes, test_file=tmp_path / "other.json"))
+
+
+# Labels --------------------------------------------------------------------------------------------------------------
+
+
+def dataset(labels: list, feature=None) -> Dataset:
+    features = None if feature is None else Features({"text": Value("string"), "label": feature})
+    return Dataset.from_dict({"text": ["x"] * len(labels), "label": labels}, features)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        dataset([2, 10, 2]),
+        dataset([2.0, 10.0, 2.0]),
+        dataset(["2", "10", "2"]),
+        dataset([1, 0, 1], ClassLabel(names=["10", "2"])),
+    ],
+    ids=["numbers", "floats", "strings", "classes"],
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_labels_are_names(labels, trains):
+    """Of the model's classes when it is evaluated, in its order; of the data's when it is trained on others."""
+    for model_names in (["x", "2", "1", "10"], ["2", "10"], ["10", "2"]):
+        splits = {"train" if trains else "validation": labels}
+        encoded, classes = encode_labels(splits, None, model_names, trains, "Text")
+        assert classes == (["10", "2"] if trains and len(model_names) == 4 else model_names)
+        [indices] = (split["label"][:] for split in encoded.values())
+        assert [classes[index] for index in indices] == ["2", "10", "2"]
+
+
+def test_names_of_numbers():
+    """--class_names is of numbers, also as a csv file has them, and of any `ClassLabel`'s; strings may be names already."""
+    for labels in (
+        [2, 0, 1],
+        [2.0, 0.0, 1.0],
+        ["2", "0", "1"],
+        ["c", "a", "1"],
+        dataset([2, 0, 1], ClassLabel(names=[*NAMES, "x"])),
+    ):
+        labels = labels if isinstance(labels, Dataset) else dataset(labels)
+        encoded, classes = encode_labels({"train": labels}, "a, b,c", ["c", "b", "a"], True, "Text")
+        assert classes == ["c", "b", "a"] and encoded["train"]["label"][:] == [0, 2, 1]
+    encoded, _ = encode_labels({"train": dataset([True, False])}, "a,b", [], True, "Text")
+    assert encoded["train"]["label"][:] == [1, 0]
+    encoded, _ = encode_labels({"train": dataset([1, 0])}, "1,0", [], True, "Text")
+    assert encoded["train"]["label"][:] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "labels, class_names, message",
+    [
+        (["a", "b"], "a,a,b", "two classes are called 'a'"),
+        (["a", "b"], "a,,b", "a class has an empty name"),
+        (["a", ""], None, "Text 1 of the train split has no label"),
+        (["a", None], None, "Text 1 of the train split has no label"),
+        ([["a"], ["b"]], None, r"Text 0 of the train split has the label \['a'\]: it must be a name"),
+        ([{"a": 1}, {"a": 2}], None, "Text 0 of the train split has the label {'a': 1}"),
+        ([1.0, 1.5], None, "Text 1 of the train split has the label 1.5"),
+        ([0, 3], "a,b", "the label '3', which is none of the 2 classes a, b"),
+        (["1", "0"], "1,0", "'1' may be a name or a number"),
+        (["a", "a"], None, "All examples are of one class, 'a'"),
+    ],
+)
+def test_labels_that_are_no_names(labels, class_names, message):
+    with pytest.raises(ValueError, match=message):
+        encode_labels({"train": dataset(labels)}, class_names, [], True, "Text")
+
+
+def test_evaluation_of_some_classes(tmp_path, review_args):
+    """Named by numbers, or by what pandas reads as missing, in csv files; a text may be such a word."""
+    names, changes = ["1", "2", "NA", "x"], {"dataset_name": None, "max_steps": 120}
+
+    def write(file: str, count: int, offset: int, kept: list[str], words: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
+        texts = [*reviews(count, offset)["text"], *words]
+        pairs = [(text, name) for text, name in zip(texts, names * len(texts)) if name in kept]
+        texts, labels = zip(*pairs)
+        Dataset.from_dict({"text": texts, "label": labels}).to_csv(tmp_path / file)
+        return texts, labels
+
+    write("train.csv", 64, 0, names)
+    script.main(review_args(**changes, train_file=tmp_path / "train.csv"))
+    classify = pipeline("text-classification", model=str(tmp_path / "out"))
+    changes |= {"config_name": None, "config_overrides": None, "tokenizer_vocab_size": None, "do_train": None, "do_eval": True}
+    for kept in (["1", "2"], ["NA"]):
+        texts, labels = write(f"{kept[0]}.csv", 24, 64, kept, ("None", "5", "NA"))
+        options = {"validation_file": tmp_path / f"{kept[0]}.csv", "output_dir": tmp_path / kept[0]}
+        script.main(review_args(**changes | options, model_name_or_path=tmp_path / "out"))
+        expected = sum(guess["label"] == label for guess, label in zip(classify(list(texts)), labels)) / len(texts)
+        assert results(tmp_path / kept[0])["Accuracy"] == pytest.approx(expected) and expected > 0.7
+
+
+def test_csv_files_are_read_as_written(tmp_path):
+    content = 'text,label\nNA,01\n05,None\n"a, b",1.0\n,true\n'
+    (tmp_path / "x.csv.gz").write_bytes(gzip.compress(content.encode()))
+    records = [["NA", "01"], ["05", "None"], ["a, b", "1.0"], ["", "true"]]
+    for options in ({"cache_dir": str(tmp_path / "cache")}, {"streaming": True}):
+        examples = read_dataset("csv", data_files=str(tmp_path / "x.csv.gz"), split="train", **options)
+        assert [list(example.values()) for example in examples] == records
+
+
+@pytest.mark.parametrize("texts", [["a", 5], [3, 5], [["a"], ["b"]]])
+def test_texts_that_are_no_strings(tmp_path, review_args, texts):
+    records = [json.dumps({"text": text, "label": str(number)}) for number, text in enumerate(texts)]
+    (tmp_path / "x.json").write_text("\n".join(records))
+    with pytest.raises(ValueError, match=r"Text \d of the train split is no string but"):
+        script.main(review_args(dataset_name=None, train_file=tmp_path / "x.json"))
+
+
+def test_a_model_without_a_head_is_not_evaluated(tmp_path, review_args, text_model, tokenizer):
+    for part in (text_model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    changes = {"config_name": None, "config_overrides": None, "tokenizer_vocab_size": None, "do_train": None, "do_eval": True}
+    with pytest.raises(ValueError, match=r"lacks score\.weight, 1 in all, or has them in another shape: train it first"):
+        script.main(review_args(**changes, model_name_or_path=tmp_path / "model", class_names="LABEL_0,LABEL_1"))
+    changes |= {"config_name": "tost-base", "tokenizer_name": tmp_path / "model"}
+    with pytest.raises(ValueError, match="There is no model to evaluate"):
+        script.main(review_args(**changes))

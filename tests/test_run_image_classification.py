@@ -77,7 +77,7 @@ def test_head_matches_the_labels(tmp_path, names, has_head, caplog):
     old = tiny_vision_model(id2label=dict(enumerate(NAMES)), label2id={name: i for i, name in enumerate(NAMES)})
     (old if has_head else old.tost).save_pretrained(tmp_path)
     args = script.ModelArguments(model_name_or_path=str(tmp_path))
-    new = load_classifier(AutoModelForImageClassification, args, script.load_config(args), names)
+    new = load_classifier(AutoModelForImageClassification, args, script.load_config(args), names, trains=True)
     assert new.config.id2label == dict(enumerate(names)) and new.config.label2id == {n: i for i, n in enumerate(names)}
     assert new.classifier.weight.shape == (len(names), 32) and new.num_labels == len(names)
     is_reused = names == NAMES
@@ -85,6 +85,38 @@ def test_head_matches_the_labels(tmp_path, names, has_head, caplog):
     assert ("its classifier is replaced" in caplog.text) == (not is_reused)
     for name, value in new.tost.state_dict().items():
         assert torch.equal(value, old.tost.state_dict()[name]), name
+
+
+def test_evaluation_keeps_the_head(tmp_path, digit_folder, image_args):
+    """On images that lack a class or number the classes otherwise; other classes are an error, and a missing head is."""
+    names = NAMES[::-1]
+    model = tiny_vision_model(id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)})
+    model.save_pretrained(tmp_path / "model")
+    make_image_processor(model.config).save_pretrained(tmp_path / "model")
+    shutil.copytree(digit_folder / "validation", tmp_path / "some", ignore=shutil.ignore_patterns("one"))
+    labels = [number for _, number in digit_pictures(30)]
+    file = write_parquet(tmp_path / "x.parquet", labels, ClassLabel(names=NAMES), tmp_path)
+    classify, changes = make_pipeline(tmp_path / "model"), {"config_name": None, "config_overrides": None, "image_size": None}
+    changes |= {"model_name_or_path": tmp_path / "model", "do_train": None, "do_eval": True, "train_dir": None, "ema_decay": 0}
+    pictures = {str(picture): picture.parent.name for picture in (tmp_path / "some").rglob("*.png")}
+    pairs = [(guess[0]["label"], name) for guess, name in zip(classify(list(pictures)), pictures.values())]
+    script.main(image_args(**changes, validation_dir=tmp_path / "some", output_dir=tmp_path / "some-classes"))
+    assert results(tmp_path / "some-classes")["eval_accuracy"] == pytest.approx(
+        np.mean([guess == name for guess, name in pairs])
+    )
+
+    guesses = [guess[0]["label"] for guess in classify([picture.convert("RGB") for picture, _ in digit_pictures(30)])]
+    options = {"validation_dir": None, "validation_file": file, "label_column_name": "fine", "output_dir": tmp_path / "order"}
+    script.main(image_args(**changes | options))
+    expected = np.mean([guess == NAMES[label] for guess, label in zip(guesses, labels)])
+    assert results(tmp_path / "order")["eval_accuracy"] == pytest.approx(expected)
+
+    (tmp_path / "some/two").rename(tmp_path / "some/three")
+    with pytest.raises(ValueError, match="the label 'three', which is none of the 3 classes two, one, zero"):
+        script.main(image_args(**changes, validation_dir=tmp_path / "some"))
+    model.tost.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"lacks classifier\.(weight|bias), classifier\.(bias|weight), 2 in all"):
+        script.main(image_args(**changes, validation_dir=digit_folder / "validation"))
 
 
 @pytest.mark.parametrize("num_classes", [3, 10, 11])
@@ -127,8 +159,9 @@ def test_models_with_one_input_channel(digit_folder):
     assert script.EvaluationImages([example], processor)[0]["pixel_values"].shape == (1, 16, 16)
 
 
-def load_splits(data_args, tmp_path) -> dict[str, Dataset]:
-    return script.load_images(script.ModelArguments(cache_dir=str(tmp_path / "cache")), data_args, 0)
+def load_splits(data_args, tmp_path, *requested) -> tuple[dict[str, Dataset], list[str]]:
+    args = script.ModelArguments(cache_dir=str(tmp_path / "cache"))
+    return script.load_images(args, data_args, 0, requested or ("train", "validation"))
 
 
 def png(picture: PILImage.Image, file: Path) -> bytes:
@@ -152,10 +185,10 @@ def test_loading_images(tmp_path, digit_folder, kind):
     else:
         file = write_parquet(tmp_path / "x.parquet", [0, 1, 2] * 4, ClassLabel(names=NAMES), tmp_path)
         data_args = script.DataTrainingArguments(train_file=file)
-    splits = load_splits(data_args, tmp_path)
+    splits, names = load_splits(data_args, tmp_path)
     assert set(splits) == {"train", "validation"}
-    assert splits["train"].column_names == ["image", "label", "source"]
-    assert sorted(splits["train"].features["label"].names) == sorted(NAMES)
+    assert splits["train"].column_names == ["image", "source", "label"]
+    assert sorted(names) == sorted(NAMES)
     if kind != "name":  # that one has a validation split
         total = len(splits["train"]) + len(splits["validation"])
         assert len(splits["validation"]) == -(-total * 15 // 100) and total == (96 if kind == "folder" else 12)
@@ -168,8 +201,10 @@ def test_labels_of_the_splits_are_matched_by_name(tmp_path):
     train = write_parquet(tmp_path / "train.parquet", ["two", "one", "zero"], Value("string"), tmp_path)
     validation = write_parquet(tmp_path / "v.parquet", [0, 1, 2], ClassLabel(names=["zero", "one", "two"]), tmp_path)
     columns = {"label_column_name": "fine"}
-    splits = load_splits(script.DataTrainingArguments(train_file=train, validation_file=validation, **columns), tmp_path)
-    assert splits["train"].features["label"].names == ["one", "two", "zero"]
+    splits, names = load_splits(
+        script.DataTrainingArguments(train_file=train, validation_file=validation, **columns), tmp_path
+    )
+    assert names == ["one", "two", "zero"]
     assert splits["train"]["label"][:] == [1, 0, 2] and splits["validation"]["label"][:] == [2, 0, 1]
 
 
@@ -178,8 +213,8 @@ def test_class_names_for_integer_labels(tmp_path):
     data_args = script.DataTrainingArguments(
         train_file=train, label_column_name="fine", class_names="cat, dog,owl", train_val_split=0
     )
-    splits = load_splits(data_args, tmp_path)
-    assert splits["train"].features["label"].names == ["cat", "dog", "owl"] and splits["train"]["label"][:] == [2, 0, 1]
+    splits, names = load_splits(data_args, tmp_path, "train")
+    assert names == ["cat", "dog", "owl"] and splits["train"]["label"][:] == [2, 0, 1]
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA"])
@@ -229,9 +264,9 @@ def test_error_message_names_a_corrupt_image(tmp_path, digit_folder, image_args)
 @pytest.mark.parametrize(
     "labels, feature, changes, message",
     [
-        ([0, 1, 7], Value("int64"), {"class_names": "a,b,c"}, "label 7"),
-        ([0, -1, 1], ClassLabel(names=NAMES), {}, "label -1"),
-        (["one", None, "two"], Value("string"), {}, "label None"),
+        ([0, 1, 7], Value("int64"), {"class_names": "a,b,c"}, "label '7'"),
+        ([0, -1, 1], ClassLabel(names=NAMES), {}, "label '-1'"),
+        (["one", None, "two"], Value("string"), {}, "Image 1 of the train split has no label"),
         ([0, 1, 2], Value("int64"), {"label_column_name": None}, "no column"),
     ],
 )

@@ -174,7 +174,7 @@ IMAGES = [
     ({"train_dir": "images"}, "no examples"),
     ({"validation_dir": "texts", "do_eval": True}, "a.png"),
     ({**FOLDERS, "train_file": "texts.parquet"}, "no column"),
-    ({**FOLDERS, "train_file": "labels.parquet"}, "numbers"),
+    ({**FOLDERS, "train_file": "labels.parquet"}, "whole number"),
     ({"class_names": "a,b"}, "classes a, b"),
     ({"image_column_name": "absent"}, "absent"),
     ({"train_val_split": 1}, "below 1"),
