@@ -83,7 +83,7 @@ class _Cache(FunctionCache):
         if not _Cache.has_warned:
             _Cache.has_warned = True  # once for all functions
             warnings.warn(
-                f"numba's cache in {self.cache_path} cannot be used ({error!r}), so that each start compiles the kernels, for "
+                f"numba's cache in {self.cache_path} cannot be used ({error!r}), so that the kernels are compiled again, for "
                 "several seconds. Remove the folder, or free disk space; NUMBA_CACHE_DIR chooses another folder.",
                 stacklevel=2,
             )
