@@ -3,9 +3,9 @@
 
     python examples/benchmarks/gpu.py
 
-Needs torch, transformers, pytest and pytest-xdist; the package is imported from the repository's `src`. Records are appended to the CSV
-files of the benchmarks, or of $OUT if that is set; each benchmark prints its table. A benchmark that fails or times out does
-not stop the others.
+Needs torch, transformers, pytest and pytest-xdist; the package is imported from the repository's `src`. Records are appended
+to the CSV files of the benchmarks, or of $OUT if that is set; each benchmark prints its table. A benchmark that fails or times
+out does not stop the others.
 """
 
 import argparse
@@ -19,7 +19,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TESTS = "-m pytest -q -m '' -n 14 --maxfail 5 tests/test_triton.py tests/test_triton_check.py"  # each compiles its kernels
+# each worker compiles kernels
+TESTS = "-m pytest -q -m '' -n 14 --maxfail 5 tests/test_triton.py tests/test_triton_check.py"
 BENCHMARKS = (  # arguments of run.py, the cheapest first
     "kernel_times",
     "op --shape 8 8192 12 64 --form causal",
