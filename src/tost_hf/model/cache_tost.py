@@ -10,8 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 
 from .configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
-from .layers_tost import left_padding_indices, permute_tokens
-from .tssa_reference import TSSAState, apply_decay, as_state, mask_padding
+from .tssa_reference import TSSAState, apply_decay, as_state, left_padding_indices, mask_padding, permute_tokens
 
 
 # Layer ----------------------------------------------------------------------------------------------------------------

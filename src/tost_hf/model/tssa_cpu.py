@@ -43,6 +43,7 @@ from .tssa_reference import (
     state_dtypes,
     state_shapes,
 )
+from .tssa_reference import convolve as convolve_reference
 
 
 try:
@@ -1072,14 +1073,12 @@ def _setup_convolution_context(ctx, inputs, output):
 def _differentiate_convolution(ctx, *grads):
     inputs = ctx.saved_tensors
     if torch.is_grad_enabled():
-        from .layers_tost import convolve_reference  # which imports this file
-
         return tuple(differentiate_reference(convolve_reference, inputs, grads))
     grad_x, grad_weight, grad_state = _convolution_backward(*inputs, *grads)
     return grad_x, grad_weight, None, None, None if inputs[-1] is None else grad_state
 
 
-# As `layers_tost.convolve_reference`; weight of the dtype of x
+# As `tssa_reference.convolve`; weight of the dtype of x
 convolve = _make_operator(
     "convolution_cpu_forward",
     "(Tensor x, Tensor weight, Tensor? mask, Tensor? seq_idx, Tensor? conv_state) -> (Tensor, Tensor)",

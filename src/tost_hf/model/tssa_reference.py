@@ -1,5 +1,6 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Token Statistics Self-Attention: the reference implementation of every form in plain PyTorch. Read this file first.
+"""Token Statistics Self-Attention: the reference implementation of every form, and of the short convolution, in plain PyTorch.
+Read this file first.
 
 Each head is one subspace. A token's *membership* Pi is a softmax over the heads. A head outputs the token's projection w,
 scaled down where the second moment of the head's tokens is large (arXiv 2412.17810, section 3; the causal form follows the
@@ -296,6 +297,52 @@ def step(
     moment = (sum_weighted_sq / (sum_membership + EPS_MEMBERSHIP).unsqueeze(-1)).to(temp.dtype)
     output = -(x * membership.unsqueeze(-1)) / (1 + moment)
     return output.to(w.dtype), membership, TSSAState(sum_sq, sum_weighted_sq, sum_membership)
+
+
+# Short convolution ------------------------------------------------------------------------------------------------------
+
+
+def convolve(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+    conv_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`layers_tost.ShortConvolution` of tokens x (B, T, D), with weight (D, K) and packed sequences numbered from 1."""
+    kernel_size, T = weight.shape[1], x.shape[1]
+    state_len = kernel_size - 1
+    seq_idx = None if seq_idx is None else F.pad(seq_idx, (state_len, 0))
+    window = F.pad(x, (0, 0, state_len, 0)) if conv_state is None else torch.cat([conv_state.to(x.dtype), x], 1)
+    indices = None
+    if mask is not None:
+        indices = left_padding_indices(F.pad(mask, (state_len, 0), value=True))
+        window = permute_tokens(window, indices)
+        seq_idx = None if seq_idx is None else permute_tokens(seq_idx, indices)
+    weights = weight.unbind(1)
+    output = window[:, state_len:] * (1 + weights[0])
+    for j in range(1, kernel_size):
+        earlier = window[:, state_len - j : state_len - j + T]
+        if seq_idx is not None:
+            is_other_sequence = seq_idx[:, state_len - j : state_len - j + T] != seq_idx[:, state_len:]
+            earlier = earlier.masked_fill(is_other_sequence.unsqueeze(-1), 0)
+        output = torch.addcmul(output, earlier, weights[j])
+    if indices is not None:  # restore the original order; the output at padding is arbitrary
+        indices = (indices[:, state_len:] - state_len).clamp_min(0)
+        output = output.gather(1, indices.unsqueeze(-1).expand_as(output))
+    # a copy, as a view would keep the whole window in memory
+    return output, window[:, T:].clone()
+
+
+def left_padding_indices(mask: torch.Tensor) -> torch.Tensor:
+    """The index (B, N) of each token after all padding is moved to the left; `mask` (B, N) is true at real tokens."""
+    padding = ~mask
+    return torch.where(mask, padding.sum(1, keepdim=True) + mask.cumsum(1), padding.cumsum(1)) - 1
+
+
+def permute_tokens(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Moves each token of x (B, N, ...) to its index in `indices` (B, N), a permutation."""
+    return torch.zeros_like(x).scatter(1, indices.view(*indices.shape, *[1] * (x.ndim - 2)).expand_as(x), x)
 
 
 # Sums over tokens -------------------------------------------------------------------------------------------------------

@@ -29,12 +29,19 @@ from ..model.layers_tost import (
     LayerOperators,
     ShortConvolution,
     TokenStatisticsSelfAttention,
-    left_padding_indices,
-    permute_tokens,
 )
 from ..model.modeling_tost import ToSTAttention, ToSTForCausalLM, ToSTModel
 from ..model.tssa import TSSAOutput, tssa
-from ..model.tssa_reference import TSSAState, apply_decay, compute_dtype, mask_padding, sequence_starts, zero_state
+from ..model.tssa_reference import (
+    TSSAState,
+    apply_decay,
+    compute_dtype,
+    left_padding_indices,
+    mask_padding,
+    permute_tokens,
+    sequence_starts,
+    zero_state,
+)
 from .collectives import gather
 
 
