@@ -262,7 +262,7 @@ def file_extension(file: str) -> str:
 
 
 def read_dataset(path: str, config_name: str | None = None, **options):
-    """`datasets.load_dataset`.
+    """`datasets.load_dataset`; the columns of csv files are strings, as written, unless `features` are given.
 
     Raises:
         FileNotFoundError: there is no such file or folder, and its name is not that of a dataset.
@@ -272,7 +272,8 @@ def read_dataset(path: str, config_name: str | None = None, **options):
     if is_local and not os.path.exists(path):  # datasets would ask the Hub, again and again without a network
         raise FileNotFoundError(f"There is no file or folder {path!r}.")
     try:
-        if path == "csv" and (columns := _csv_columns(options)):  # as written: not "01" as 1, and "NA" and "None" as missing
+        # not "01" as 1, and "NA" and "None" as missing
+        if path == "csv" and "features" not in options and (columns := _csv_columns(options)):
             options |= {"features": Features(dict.fromkeys(columns, Value("string"))), "keep_default_na": False}
         return load_dataset(path, config_name, **options)
     except Exception as error:  # the readers of formats raise many types: EOFError, LZMAError, ...
@@ -286,7 +287,7 @@ def read_dataset(path: str, config_name: str | None = None, **options):
 
 def _csv_columns(options: dict) -> list[str]:
     """The columns of csv files, none if they have no records."""
-    return list(next(iter(load_dataset("csv", **options | {"streaming": True, "nrows": 1})), {}))
+    return list(next(iter(load_dataset("csv", **{"split": "train"} | options | {"streaming": True, "nrows": 1})), {}))
 
 
 def check_actions(training_args: TrainingArguments, *names: str) -> None:

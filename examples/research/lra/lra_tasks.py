@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Value
 from listops import TOKENS
 from PIL import Image
 from scripting import read_dataset
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 logger = logging.getLogger("lra_tasks")
 
 LABEL_COLUMNS = ("label", "Target", "labels")
-AAN_COLUMNS = ["label", "id1", "id2", "text1", "text2"]
+AAN_FEATURES = Features({"label": Value("float64")} | dict.fromkeys(("id1", "id2", "text1", "text2"), Value("string")))
 AAN_FILES = {"train": "*train.tsv", "validation": "*eval.tsv", "test": "*test.tsv"}
 QUOTE_NONE = 3  # of Python's csv
 LISTOPS_IDS = {token: number for number, token in enumerate(TOKENS, 1)}
@@ -130,7 +130,7 @@ def load_splits(name: str, task: Task, config: str | None = None, **options) -> 
     folder = Path(name)
     if task.reads_pairs and folder.is_dir() and any(folder.glob("*.tsv")):
         files = {split: [str(file) for file in sorted(folder.glob(pattern))] for split, pattern in AAN_FILES.items()}
-        columns = {"sep": "\t", "column_names": AAN_COLUMNS, "quoting": QUOTE_NONE}
+        columns = {"sep": "\t", "column_names": list(AAN_FEATURES), "features": AAN_FEATURES, "quoting": QUOTE_NONE}
         dataset = read_dataset(
             "csv", data_files={split: names for split, names in files.items() if names}, **columns, **options
         )
