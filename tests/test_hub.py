@@ -180,6 +180,7 @@ assert loaded.keys() == model.state_dict().keys() and all(x.equal(loaded[name]) 
 )
 
 
+@pytest.mark.slow
 def test_offline_with_a_filled_cache(hub, clients, folder, tmp_path):
     """What `from_pretrained` or `verify` downloaded by name is found by both of them, and by all commands."""
     head = hub.create("tost/offline", contents(folder))
