@@ -22,7 +22,6 @@ import torch
 from .tssa_reference import (
     TSSAState,
     as_state,
-    bidirectional,
     compute_dtype,
     has_tangent,
     is_traced,
@@ -31,9 +30,9 @@ from .tssa_reference import (
     softmax_over_heads,
     state_shapes,
     step,
+    tssa_reference,
     zero_state,
 )
-from .tssa_reference import causal as causal_reference
 
 
 BACKENDS = ("auto", "torch", "numba", "triton")
@@ -149,12 +148,8 @@ def tssa(
 
         output, membership, final_state = tssa_triton(w, temp, bias, mask, log_decay, state, causal)
         return TSSAOutput(output, membership.transpose(1, 2), final_state)
-    padding, softmax = None if mask is None else ~mask, softmax or softmax_over_heads
-    if causal:
-        output, membership, final_state = causal_reference(w, temp, bias, padding, state, log_decay, softmax, normalize_scores)
-    else:
-        output, membership = bidirectional(w, temp, padding, seq_idx, softmax, normalize_scores)
-        final_state = None
+    options = seq_idx, softmax or softmax_over_heads, normalize_scores
+    output, membership, final_state = tssa_reference(w, temp, bias, mask, log_decay, state, causal, *options)
     return TSSAOutput(output, membership.transpose(1, 2), final_state)
 
 

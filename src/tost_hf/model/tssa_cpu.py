@@ -35,13 +35,12 @@ from .tssa_reference import (
     EPS_NORM,
     EPS_SUM_SQ,
     TSSAState,
-    bidirectional,
-    causal,
     custom_operator,
     differentiate_reference,
     select_bias,
     state_dtypes,
     state_shapes,
+    tssa_reference,
 )
 from .tssa_reference import convolve as convolve_reference
 
@@ -990,13 +989,10 @@ def _setup_context(ctx, inputs, output):
 
 
 def _run_reference(normalize_scores, is_causal, w, temp, bias, positions, mask, log_decay, S, N, D):
-    padding = None if mask is None else ~mask
-    if not is_causal:
-        return bidirectional(w, temp, padding, normalize_scores=normalize_scores)
     state, bias = None if S is None else TSSAState(S, N, D), select_bias(bias, positions, temp.dtype)
-    options = {"log_decay": log_decay, "normalize_scores": normalize_scores}
-    output, membership, final_state = causal(w, temp, bias, padding, state, **options)
-    return output, membership, *final_state
+    inputs = w, temp, bias, mask, log_decay, state, is_causal
+    output, membership, final_state = tssa_reference(*inputs, normalize_scores=normalize_scores)
+    return output, membership, *(final_state or ())
 
 
 def _differentiate(ctx, *grads):

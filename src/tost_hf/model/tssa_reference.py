@@ -194,6 +194,30 @@ def custom_operator(name: str, schema: str | None = None, mutates_args: tuple[st
     return torch.library.custom_op(f"{OPERATOR_NAMESPACE}::{name}", mutates_args=mutates_args, schema=schema)
 
 
+def tssa_reference(
+    w: torch.Tensor,
+    temp: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    log_decay: torch.Tensor | None = None,
+    state: TSSAState | None = None,
+    is_causal: bool = True,
+    seq_idx: torch.Tensor | None = None,
+    softmax: Callable[..., torch.Tensor] = softmax_over_heads,
+    normalize_scores: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, TSSAState | None]:
+    """TSSA in either form, as `tssa.tssa` without its checks; `mask` is bool, and only the bidirectional form reads `seq_idx`.
+
+    Returns:
+        Output (B, T, H, p) in the dtype of `w`, membership (B, T, H), and the state after the last token (None in the
+        bidirectional form).
+    """
+    padding = None if mask is None else ~mask
+    if is_causal:
+        return causal(w, temp, bias, padding, state, log_decay, softmax, normalize_scores)
+    return *bidirectional(w, temp, padding, seq_idx, softmax, normalize_scores), None
+
+
 def causal(
     w: torch.Tensor,
     temp: torch.Tensor,

@@ -35,10 +35,9 @@ from .tssa_reference import (
     EPS_SUM_SQ,
     TSSAState,
     as_state,
-    bidirectional,
-    causal,
     custom_operator,
     differentiate_reference,
+    tssa_reference,
     zero_state,
 )
 
@@ -838,12 +837,9 @@ def _setup_context(ctx, inputs, output):
 
 
 def _run_reference(is_causal, w, temp, bias, mask, log_decay, initial):
-    padding = None if mask is None else ~mask
-    if not is_causal:
-        return bidirectional(w, temp, padding)
     state = None if initial is None else _split_state(initial, *w.shape[2:])
-    output, membership, final_state = causal(w, temp, bias, padding, state, log_decay)
-    return output, membership, _concatenate_state(final_state)
+    output, membership, final_state = tssa_reference(w, temp, bias, mask, log_decay, state, is_causal)
+    return output, membership, *(() if final_state is None else (_concatenate_state(final_state),))
 
 
 def _differentiate(ctx, *grads):
@@ -1051,7 +1047,7 @@ def _compute_relative_errors(device, dtype, H, p, form, decay, gradients) -> dic
         actual = tuple(torch.stack(x, 1) for x in zip(*step_outputs))
     else:
         actual = tssa_triton(w, temp, bias, None, log_decay, None, form == "causal")[:2]
-    expected = (bidirectional if form == "bidirectional" else causal)(**reference_inputs)[:2]
+    expected = tssa_reference(**reference_inputs, is_causal=form != "bidirectional")[:2]
     pairs = {name: (x, y[:, : x.shape[1]]) for name, x, y in zip(("output", "membership"), actual, expected)}
     if gradients:
         grads = [

@@ -25,11 +25,7 @@ from transformers.cache_utils import Cache
 
 from ..model.configuration_tost import BATCH_DEPENDENT_ROPE_TYPES, CAUSAL_STATISTICS, ToSTConfig
 from ..model.inputs_tost import create_causal_mask_mapping, resolve_inputs
-from ..model.layers_tost import (
-    LayerOperators,
-    ShortConvolution,
-    TokenStatisticsSelfAttention,
-)
+from ..model.layers_tost import LayerOperators, ShortConvolution, TokenStatisticsSelfAttention
 from ..model.modeling_tost import ToSTAttention, ToSTForCausalLM, ToSTModel
 from ..model.tssa import TSSAOutput, tssa
 from ..model.tssa_reference import (
