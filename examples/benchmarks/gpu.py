@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # each worker compiles kernels
-TESTS = "-m pytest -q -m '' -n 14 --maxfail 5 tests/test_triton.py tests/test_triton_check.py"
+TESTS = "-m pytest -q -m '' -n auto --maxfail 5 tests/test_triton.py tests/test_triton_check.py"
 BENCHMARKS = (  # arguments of run.py, the cheapest first
     "kernel_times",
     "op --shape 8 8192 12 64 --form causal",
