@@ -40,7 +40,7 @@ def make_host(name: str) -> transformers.PreTrainedModel:
     field, fields = HOSTS[name]
     model_class = getattr(transformers, name)
     tost = small_vision_config(num_hidden_layers=4, out_indices=[1, 2, 3, 4])
-    part = tost.to_dict() if field == "encoder" else tost  # what transformers 5.18 accepts
+    part = tost.to_dict() if field == "encoder" else tost  # what transformers 5.19 accepts
     return randomize(model_class(model_class.config_class(**{field: part}, **fields)))
 
 
