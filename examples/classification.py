@@ -3,9 +3,10 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import transformers
@@ -173,20 +174,45 @@ def pretrained_names(model_args) -> list[str]:
     return [] if model_args.model_name_or_path is None else label_names(model_args.load_config())
 
 
-def pick_splits(splits: dict[str, Dataset], requested: Sequence[str], can_hold_out: bool, kind: str) -> dict[str, Dataset]:
-    """The requested splits in their order; training examples as well, if validation examples must be held out of them.
+def prepare_splits(
+    splits: dict[str, Dataset],
+    choose_columns: Callable[[str, Dataset, Any], Dataset],
+    data_args,
+    requested: Sequence[str],
+    holds_out: bool,
+    model_names: Sequence[str],
+    kind: str,
+    seed: int,
+) -> tuple[dict[str, Dataset], list[str]]:
+    """The requested splits with their columns, class indices and limits, and the names of the classes.
 
     Args:
         splits: the data of each split.
+        choose_columns: selects the columns of a split and renames that of the labels to "label".
+        data_args: the arguments, with `class_names`, `train_val_split` and `max_..._samples`.
         requested: the splits that must exist.
-        can_hold_out: whether validation examples may be held out.
-        kind: "images" or "texts", for messages.
+        holds_out: whether validation examples are a part of the training examples.
+        model_names: the classes of the pretrained model, none without one.
+        kind: "Image" or "Text", for messages.
+        seed: of the examples that are held out or drawn.
 
     Raises:
-        ValueError: a requested split does not exist.
+        ValueError: a requested split does not exist, lacks a column, or has a label that is no class.
     """
+    splits = _select_splits(splits, requested, holds_out, f"{kind.lower()}s")
+    splits = {split: choose_columns(split, dataset, data_args) for split, dataset in splits.items()}
+    splits, names = encode_labels(splits, data_args.class_names, model_names, "train" in requested, kind)
+    if holds_out and "train" in splits:
+        parts = splits["train"].train_test_split(data_args.train_val_split, seed=seed)
+        splits |= {"train": parts["train"], "validation": parts["test"]}
+    splits = {split: dataset for split, dataset in splits.items() if split in requested}
+    return _limit_samples(splits, data_args, seed), names
+
+
+def _select_splits(splits: dict[str, Dataset], requested: Sequence[str], holds_out: bool, kind: str) -> dict[str, Dataset]:
+    """The requested splits in their order; training examples as well, if validation examples are a part of them."""
     names = set(requested)
-    if "validation" in names - splits.keys() and "train" in splits and can_hold_out:
+    if holds_out and "validation" in names and "train" in splits:
         names = names - {"validation"} | {"train"}
     for split in sorted(names - splits.keys()):
         options = f"--{split}_dir or --{split}_file" if kind == "images" else f"--{split}_file"
@@ -194,7 +220,7 @@ def pick_splits(splits: dict[str, Dataset], requested: Sequence[str], can_hold_o
     return {split: splits[split] for split in ("train", "validation", "test") if split in names}
 
 
-def limit_samples(splits: dict[str, Dataset], data_args, seed: int) -> dict[str, Dataset]:
+def _limit_samples(splits: dict[str, Dataset], data_args, seed: int) -> dict[str, Dataset]:
     """The splits with at most `--max_..._samples` examples, drawn with a seed, as the data may be sorted by class."""
     options, limited = {"train": "max_train_samples", "validation": "max_eval_samples", "test": "max_predict_samples"}, {}
     for split, dataset in splits.items():

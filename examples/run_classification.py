@@ -28,13 +28,11 @@ import torch
 from classification import (
     class_section,
     compute_metrics,
-    encode_labels,
     find_column,
     label_candidates,
     label_names,
-    limit_samples,
     load_classifier,
-    pick_splits,
+    prepare_splits,
     preprocess_logits_for_metrics,
     pretrained_names,
 )
@@ -167,16 +165,10 @@ def load_texts(
                 loader = LOADERS[file_extension(file)]
                 splits[split] = read_dataset(loader, data_files=file, split="train", **options)
     flags = {"train": training_args.do_train, "validation": training_args.do_eval, "test": training_args.do_predict}
-    splits = pick_splits(splits, [split for split in flags if flags[split]], data_args.train_val_split > 0, "texts")
-    splits = {split: choose_columns(split, dataset, data_args) for split, dataset in splits.items()}
-    splits, names = encode_labels(
-        splits, data_args.class_names, pretrained_names(model_args), training_args.do_train, kind="Text"
-    )
-    if training_args.do_eval and "validation" not in splits:
-        parts = splits["train"].train_test_split(data_args.train_val_split, seed=training_args.seed)
-        splits |= {"train": parts["train"], "validation": parts["test"]}
-    splits = {split: dataset for split, dataset in splits.items() if flags[split]}
-    return limit_samples(splits, data_args, training_args.seed), names
+    requested = [split for split in flags if flags[split]]
+    holds_out = training_args.do_eval and "validation" not in splits and data_args.train_val_split > 0
+    names = pretrained_names(model_args)
+    return prepare_splits(splits, choose_columns, data_args, requested, holds_out, names, "Text", training_args.seed)
 
 
 def choose_columns(split: str, dataset: Dataset, data_args: DataTrainingArguments) -> Dataset:

@@ -26,12 +26,10 @@ import scripting
 import torch
 from classification import (
     compute_metrics,
-    encode_labels,
     find_column,
     label_candidates,
-    limit_samples,
     load_classifier,
-    pick_splits,
+    prepare_splits,
     pretrained_names,
 )
 from datasets import Dataset
@@ -137,7 +135,7 @@ def load_images(
 
     Args:
         model_args, data_args: the arguments.
-        seed: of the images that are held out.
+        seed: of the images that are held out or drawn.
         requested: "train", if the model is trained, and "validation".
         model_names: the classes of the pretrained model, none without one.
 
@@ -166,14 +164,8 @@ def load_images(
                 all_splits[split] = read_dataset("imagefolder", data_files=files, split="train", drop_labels=False, **options)
             elif file is not None:
                 all_splits[split] = read_dataset("parquet", data_files=file, split="train", **options)
-    can_hold_out = "validation" not in all_splits and data_args.train_val_split > 0
-    splits = pick_splits(all_splits, requested, can_hold_out, "images")
-    splits = {split: choose_columns(split, dataset, data_args) for split, dataset in splits.items()}
-    splits, names = encode_labels(splits, data_args.class_names, model_names, "train" in requested, kind="Image")
-    if can_hold_out and "train" in splits:
-        parts = splits["train"].train_test_split(data_args.train_val_split, seed=seed)
-        splits = {"train": parts["train"], "validation": parts["test"]}
-    return {split: dataset for split, dataset in splits.items() if split in requested}, names
+    holds_out = "validation" not in all_splits and data_args.train_val_split > 0
+    return prepare_splits(all_splits, choose_columns, data_args, requested, holds_out, model_names, "Image", seed)
 
 
 def check_class_folders(folder: str) -> None:
@@ -337,7 +329,6 @@ def main(args: list[str] | None = None) -> None:
     requested = [split for split in flags if flags[split]]
     with training_args.main_process_first(desc="preparing the images"):
         splits, names = load_images(model_args, data_args, training_args.seed, requested, pretrained_names(model_args))
-    splits = limit_samples(splits, data_args, training_args.seed)
     model = load_classifier(AutoModelForImageClassification, model_args, config, names, training_args.do_train)
     processor = load_processor(model_args, config)
 

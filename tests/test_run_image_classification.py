@@ -13,11 +13,11 @@ import run_image_classification as script
 import torch
 from classification import load_classifier
 from datasets import ClassLabel, Dataset, Features, Image, Value, load_dataset
-from image_runs import NAMES, TINY, digit_pictures, load_processor, make_pipeline, results, tiny_teacher, tiny_vision_model
+from image_runs import NAMES, TINY, digit_pictures, load_processor, results, tiny_teacher, tiny_vision_model
 from PIL import Image as PILImage
 from safetensors.torch import load_file
 from scripts import EXAMPLES, environment, launch, losses
-from transformers import AutoModelForImageClassification, EvalPrediction
+from transformers import AutoModelForImageClassification, EvalPrediction, pipeline
 
 from tost_hf import ToSTVisionConfig
 from tost_hf.image_processing import make_image_processor
@@ -45,7 +45,7 @@ def test_training_evaluation_and_pipeline(tmp_path, digit_folder, image_args):
         assert processor.do_center_crop and dict(processor.crop_size) == {"height": 16, "width": 16}
 
     pictures = sorted((digit_folder / "validation").rglob("*.png"))
-    classify = make_pipeline(out)
+    classify = pipeline("image-classification", model=str(out))
     guesses = [guess[0]["label"] for guess in classify([str(picture) for picture in pictures])]
     is_correct = [guess == picture.parent.name for guess, picture in zip(guesses, pictures)]
     assert metrics["eval_accuracy"] == pytest.approx(np.mean(is_correct))
@@ -96,7 +96,8 @@ def test_evaluation_keeps_the_head(tmp_path, digit_folder, image_args):
     shutil.copytree(digit_folder / "validation", tmp_path / "some", ignore=shutil.ignore_patterns("one"))
     labels = [number for _, number in digit_pictures(30)]
     file = write_parquet(tmp_path / "x.parquet", labels, ClassLabel(names=NAMES), tmp_path)
-    classify, changes = make_pipeline(tmp_path / "model"), {"config_name": None, "config_overrides": None, "image_size": None}
+    classify = pipeline("image-classification", model=str(tmp_path / "model"))
+    changes = {"config_name": None, "config_overrides": None, "image_size": None}
     changes |= {"model_name_or_path": tmp_path / "model", "do_train": None, "do_eval": True, "train_dir": None, "ema_decay": 0}
     pictures = {str(picture): picture.parent.name for picture in (tmp_path / "some").rglob("*.png")}
     pairs = [(guess[0]["label"], name) for guess, name in zip(classify(list(pictures)), pictures.values())]
@@ -189,6 +190,7 @@ def test_loading_images(tmp_path, digit_folder, kind):
     assert set(splits) == {"train", "validation"}
     assert splits["train"].column_names == ["image", "source", "label"]
     assert sorted(names) == sorted(NAMES)
+    assert set(load_splits(data_args, tmp_path, "train")[0]) == {"train"}
     if kind != "name":  # that one has a validation split
         total = len(splits["train"]) + len(splits["validation"])
         assert len(splits["validation"]) == -(-total * 15 // 100) and total == (96 if kind == "folder" else 12)
@@ -310,5 +312,5 @@ def test_digits_example(tmp_path):
     assert min(picture.shape[:2]) > 400 and len(np.unique(picture.reshape(-1, 3), axis=0)) > 50  # not blank
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert model.config.id2label[7] == "seven"
-    guesses = make_pipeline(tmp_path / "out")(digit_pictures(1)[0][0])
+    guesses = pipeline("image-classification", model=str(tmp_path / "out"))(digit_pictures(1)[0][0])
     assert {guess["label"] for guess in guesses} <= set(model.config.label2id)
