@@ -12,19 +12,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoImageProcessor, Cache, PreTrainedTokenizerFast, StaticCache
+from transformers import Cache, PreTrainedTokenizerFast, StaticCache
 
 import tost_hf
 
 
 collect_ignore = ["vllm"]  # has its own environment: make test-vllm
 sys.modules["vllm"] = None  # otherwise that folder, beside this file, would be imported as the package
-
-# transformers replaces the class with a placeholder where its backends are missing
-auto_processor_missing = hasattr(AutoImageProcessor, "_backends")
-needs_auto_processor = pytest.mark.skipif(
-    auto_processor_missing, reason="AutoImageProcessor of this transformers needs torchvision"
-)
 
 
 @pytest.fixture(autouse=True)

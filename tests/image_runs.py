@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import auto_processor_missing, randomize, small_vision_config
+from conftest import randomize, small_vision_config
 from PIL import Image as PILImage
 from scripts import EXAMPLES, command_line
 from sklearn.datasets import load_digits
-from transformers import AutoImageProcessor, RegNetConfig, RegNetForImageClassification, ViTImageProcessorPil, pipeline
+from transformers import AutoImageProcessor, RegNetConfig, RegNetForImageClassification, ViTImageProcessorPil
 
 from tost_hf import ToSTForImageClassification
 from tost_hf.image_processing import make_image_processor
@@ -70,14 +70,7 @@ def image_args(digit_folder, tmp_path):
 
 
 def load_processor(folder) -> ViTImageProcessorPil:
-    if auto_processor_missing:
-        return ViTImageProcessorPil.from_pretrained(folder)
     return AutoImageProcessor.from_pretrained(folder, backend="pil")
-
-
-def make_pipeline(folder):
-    options = {"image_processor": load_processor(folder)} if auto_processor_missing else {}
-    return pipeline("image-classification", model=str(folder), **options)
 
 
 def results(output_dir) -> dict[str, float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import auto_processor_missing, small_vision_config
+from conftest import small_vision_config
 from hub_clients import language_model, save_tokenizer
 from huggingface_hub import ModelCard
 from safetensors import safe_open
@@ -347,9 +347,8 @@ def test_publish_completes_the_card(bare_folder, capsys):
 def run_blocks(card, repo_id, path):
     """Runs a card's Python blocks, each in a new namespace, on the folder in place of the repository."""
     for block in code_blocks(card):
-        if not (auto_processor_missing and "AutoImageProcessor" in block):
-            assert f'"{repo_id}"' in block
-            exec(compile(block.replace(f'"{repo_id}"', repr(str(path))), "README.md", "exec"), {})
+        assert f'"{repo_id}"' in block
+        exec(compile(block.replace(f'"{repo_id}"', repr(str(path))), "README.md", "exec"), {})
 
 
 def test_code_blocks_with_the_package(trained_folder, labeled_folder):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs_auto_processor
 from hub_clients import language_folder
 from huggingface_hub import ModelCard
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageClassification, pipeline
@@ -149,7 +148,6 @@ def test_init_with_an_invalid_tokenizer(small_presets, tmp_path, capsys, changes
     assert "reads images" in capsys.readouterr().err and not (tmp_path / "model").exists()
 
 
-@needs_auto_processor
 def test_init_vision(small_presets, tmp_path):
     assert main(["init", "tost-vision-tiny-patch16", str(tmp_path / "model")]) == 0
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "model")

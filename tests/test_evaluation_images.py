@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import needs_auto_processor, randomize, small_vision_config
+from conftest import randomize, small_vision_config
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from evaluate_image_classification import DataTrainingArguments, load_real_labels, main, match_labels, real_accuracy
 from PIL import Image as PILImage
@@ -45,7 +45,6 @@ def evaluate_images(folder, pictures, tmp_path, *options) -> dict[str, dict]:
     return {result["metric_name"]: result for result in json.loads((folder / "evaluation.json").read_text())["results"]}
 
 
-@needs_auto_processor
 @pytest.mark.parametrize("column", ["label", "model_label"])
 def test_evaluate_image_classification(tmp_path, pictures, classifier, column):
     folder, model = classifier

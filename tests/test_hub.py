@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from conftest import needs_auto_processor
 from hub_clients import CARD, Clients, contents, equal_outputs, language_folder, language_model, vision_folder
 
 import tost_hf
@@ -136,7 +135,6 @@ assert actual == expected and len(actual) == 5, (actual, expected)
 """
 
 
-@needs_auto_processor
 def test_image_model(clients, tmp_path):
     clients.publish(vision_folder(tmp_path), "tost/images")
     clients.run(CLASSIFY, "tost/images", tmp_path).check()

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import needs_auto_processor, randomize, small_vision_config, tiny_vision_model
+from conftest import randomize, small_vision_config, tiny_vision_model
 
 import tost_hf
 from tost_hf import interpret
@@ -146,7 +146,6 @@ def test_input_is_checked_before_the_weights_are_loaded(
         interpret.inspect_path("model", source, "out", **options)
 
 
-@needs_auto_processor
 def test_inspect_path(photo, text_model, tokenizer, tmp_path):
     """Uses the processor in the model's folder or a named one; never runs the folder's code, trusted or not."""
     tiny_vision_model().save_pretrained(tmp_path / "vision")

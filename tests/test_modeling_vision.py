@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from authors_checkpoints import assert_same_bits
-from conftest import needs_auto_processor, randomize, small_vision_config
+from conftest import randomize, small_vision_config
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
@@ -372,7 +372,6 @@ def test_base_model_and_head_of_another_size(saved, tmp_path):
         assert_same_bits(loaded.tost.state_dict(), model.tost.state_dict())
 
 
-@needs_auto_processor
 @torch.no_grad()
 def test_image_classification_pipeline(saved, tmp_path):
     model, folder = saved

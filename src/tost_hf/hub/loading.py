@@ -187,7 +187,7 @@ def check_loading(folder: Path, files: Mapping[str, Path], config: PreTrainedCon
             if not files.keys().isdisjoint(TOKENIZER_FILES):
                 tokenizer = load_fitting_tokenizer(str(links), config)
                 _load("The tokenizer", lambda: tokenizer("A few words."))
-        # with "_backends" it is a dummy object: this version of transformers requires torchvision, which is not installed
+        # with "_backends" it is a placeholder, as Pillow is not installed
         elif not files.keys().isdisjoint(IMAGE_PROCESSOR_FILES) and not hasattr(AutoImageProcessor, "_backends"):
             options = {"trust_remote_code": False, "local_files_only": True}
             _load("The image processor", lambda: AutoImageProcessor.from_pretrained(links, **options))
