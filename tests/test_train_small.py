@@ -145,6 +145,7 @@ def test_training_a_language_model(tmp_path, monkeypatch, capsys, model):
     assert (tmp_path / "model-further/tokenizer.json").read_bytes() == (output / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsys):
     tiny = "hidden_size=32,num_class_attention_layers=1,num_attention_heads=4"
     size = replace(train_small_images.SIZES["cpu"], model=tiny, layers=1, image_size=16, batch=8, steps=4)
