@@ -14,7 +14,6 @@ from datasets import ClassLabel, Dataset
 from matplotlib.figure import Figure
 from scripting import load_pretrained
 from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix
-from training_runs import CURVES
 from transformers import EvalPrediction, PreTrainedConfig, PreTrainedModel
 
 from tost_hf.files import staged_file
@@ -318,16 +317,15 @@ def plot_confusion(matrix: np.ndarray, names: list[str], folder: str) -> None:
 
 
 def class_section(labels: list[int], predictions: list[int], names: list[str], folder: str) -> str:
-    """A section for the card: accuracy and most frequent mistake of each class, and the figures, which are written.
+    """A section for the card: accuracy and most frequent mistake of each class, and a figure, which is written.
 
     Args:
         labels, predictions: class indices of the held-out examples.
         names: the classes; with more than 30 there is no table and no confusion matrix.
-        folder: the model's folder, which has the training curves.
+        folder: the model's folder.
     """
-    figures = [f"![Loss and accuracy by step]({CURVES})"] if Path(folder, CURVES).is_file() else []
     if len(names) > MAX_CLASSES:
-        return "\n\n".join(["## Training", *figures]) if figures else ""
+        return ""
     matrix = confusion_matrix(labels, predictions, labels=range(len(names)))
     plot_confusion(matrix, names, folder)
     records = []
@@ -338,4 +336,4 @@ def class_section(labels: list[int], predictions: list[int], names: list[str], f
         total = counts.sum()
         records.append((names[label], total, f"{counts[label] / total:.1%}" if total else "", top_mistake))
     table = make_markdown_table(("class", "held-out examples", "accuracy", "most frequent mistake"), records)
-    return "\n\n".join([TITLE, table, *figures, f"![Confusion matrix]({CONFUSION})"])
+    return "\n\n".join([TITLE, table, f"![Confusion matrix]({CONFUSION})"])

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.hf_argparser import HfArg
 
 from tost_hf.files import EVALUATION, read_json, staged_file
-from tost_hf.hub.records import check_results
+from tost_hf.hub.results import read_evaluation
 
 
 logger = logging.getLogger("evaluation")
@@ -160,7 +160,7 @@ def read_results(file: Path) -> dict:
     content = read_json(file) if file.exists() else {"results": []}
     if "results" not in content:
         raise ValueError(f'{file} does not contain {{"results": [...]}}: move it away, or choose another --output_file.')
-    check_results(content["results"], file)
+    read_evaluation(file)
     return content
 
 

@@ -72,7 +72,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from tost_hf import ToSTTrainer, ToSTTrainingArguments
 from tost_hf.files import EVALUATION
-from tost_hf.hub.records import CARD
+from tost_hf.hub.results import CARD
 from tost_hf.training.checkpoints import output_folder
 
 
@@ -290,7 +290,7 @@ class ClassificationTrainer(ToSTTrainer):
 
 
 def report_results(trainer: ClassificationTrainer, examples: Dataset, split: str, data_args: DataTrainingArguments) -> None:
-    """Writes accuracy, confusion matrix and training curves of the last evaluation, and the section of the card.
+    """Writes accuracy and confusion matrix of the last evaluation, and the section of the card.
 
     Args:
         trainer: evaluated on the split.

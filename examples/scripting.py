@@ -34,8 +34,9 @@ from transformers.hf_argparser import HfArg
 from tost_hf import ToSTConfig, ToSTVisionConfig
 from tost_hf.files import is_path
 from tost_hf.hub.cards import save_card
-from tost_hf.hub.contents import HUB_TOKEN
 from tost_hf.hub.loading import check_model_exists
+from tost_hf.hub.publishing import HUB_TOKEN
+from tost_hf.hub.results import shorten_paths
 from tost_hf.model.configuration_tost import PRESETS
 from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 
@@ -351,10 +352,10 @@ def has_bf16_instructions() -> bool:
 
 
 def recorded_command(argv: list[str]) -> str:
-    """The command line that repeats a run, without the Hub token, because records are published."""
+    """The command line that repeats a run, without the Hub token and folders of this machine, because it is published."""
     script, examples_folder = Path(argv[0]).resolve(), Path(__file__).resolve().parent
     name = script.relative_to(examples_folder).as_posix() if script.is_relative_to(examples_folder) else script.name
-    return HUB_TOKEN.sub("HF_TOKEN", shlex.join(["python", f"examples/{name}", *argv[1:]]))
+    return HUB_TOKEN.sub("HF_TOKEN", shorten_paths(shlex.join(["python", f"examples/{name}", *argv[1:]])))
 
 
 def save_with_section(card: ModelCard, section: str, file: Path) -> None:

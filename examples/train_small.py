@@ -11,12 +11,11 @@ convolution, and attention in one layer of four, or another model of about as ma
 stored in bfloat16 and evaluated on the test split, or else the validation split, beside a bigram model of the same training
 tokens: the loss, and how well the model copies a passage of its prompt. The card of a ToST shows the results and ten sampled
 continuations, unselected and unedited. An interrupted run resumes from its last checkpoint; `--model_name_or_path` trains a
-finished model further, with a lower `--learning_rate`. `--hub_dir` copies the files that publishing would upload.
+finished model further, with a lower `--learning_rate`.
 """
 
 import argparse
 import itertools
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -38,8 +37,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from tost_hf import ToSTConfig
 from tost_hf.files import EVALUATION
 from tost_hf.hub.cards import build_card
-from tost_hf.hub.contents import model_files
-from tost_hf.hub.records import CARD
+from tost_hf.hub.results import CARD
 from tost_hf.training.metrics import perplexity
 
 
@@ -149,7 +147,6 @@ def make_parser(description: str | None, output_dir: str, sizes: dict) -> argpar
     """A parser with the arguments of both scripts."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default=output_dir, help="the folder of the trained model")
-    parser.add_argument("--hub_dir", help="a folder to copy the files to that publishing would upload")
     parser.add_argument("--size", choices=sizes, default="gpu" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, help="optimizer steps; default: those of the size")
     parser.add_argument("--learning_rate", type=float, help="the peak; default: that of the size")
@@ -223,15 +220,6 @@ def finish_card(folder: str, section: str) -> None:
     save_with_section(build_card(folder), section, Path(folder, CARD))
 
 
-def copy_published_files(folder: str, hub_dir: str | None) -> None:
-    """Copies to `hub_dir`, if given, the files of a model folder that publishing would upload."""
-    if hub_dir is None:
-        return
-    for name, path in model_files(Path(folder)).items():
-        Path(hub_dir, name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, Path(hub_dir, name))
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, "tost-books-3m", SIZES)
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
@@ -246,7 +234,6 @@ def main(arguments: list[str] | None = None) -> None:
         section = sample_section(args.output_dir)
         finish_card(args.output_dir, section)
         print(section)
-    copy_published_files(args.output_dir, args.hub_dir)
 
 
 if __name__ == "__main__":

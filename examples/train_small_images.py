@@ -12,7 +12,7 @@ trains on random crops and flips; a tenth of the training images is held out if 
 weights are then stored in bfloat16 and evaluated on all held-out images, beside the most frequent class. The output folder has
 the model card, the training curves and the confusion matrix; OUTPUT_DIR-memberships has a page on TSSA's memberships for the
 first held-out image. An interrupted run resumes from its last checkpoint; `--model_name_or_path` trains a finished model
-further, with a lower `--learning_rate`. `--hub_dir` copies the files that publishing would upload.
+further, with a lower `--learning_rate`.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from evaluate_image_classification import predict
 from evaluation import Measurement, Source, make_results, print_results, write_results
 from scripting import recorded_command
 from sklearn.metrics import accuracy_score
-from train_small import choose_size, command_line, copy_published_files, finish_card, make_parser
+from train_small import choose_size, command_line, finish_card, make_parser
 from transformers import AutoConfig, AutoModelForImageClassification, ViTImageProcessorPil
 
 from tost_hf.files import EVALUATION
@@ -156,7 +156,6 @@ def main(arguments: list[str] | None = None) -> None:
     labels, predictions = evaluate(args.images, args.output_dir, splits)
     section = class_section(labels, predictions, names, args.output_dir)
     finish_card(args.output_dir, section)
-    copy_published_files(args.output_dir, args.hub_dir)
     if AutoConfig.from_pretrained(args.output_dir).attention_type == "tssa":
         example = splits["validation"][0]
         image = script.read_image(example["source"], example["image"])

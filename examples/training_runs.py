@@ -16,13 +16,12 @@ from scripting import recorded_command
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ProgressCallback
 
-from tost_hf.files import RUN_ARGUMENTS, TRAINER_STATE, staged_file
+from tost_hf.files import CURVES, RUN_ARGUMENTS, TRAINER_STATE, staged_file
 from tost_hf.training.checkpoints import choose_checkpoint
 
 
 logger = logging.getLogger("scripting.training_runs")  # at the level of the scripts
 
-CURVES = "curves.png"
 MIN_LOGGING_STEPS = 10
 SPEED_METRICS = ("runtime", "per_second", "samples", "preparation_time")
 USAGE = """python -c "import tost_hf, transformers; print(transformers.pipeline('{task}', {folder!r})({example}))\""""

@@ -133,6 +133,8 @@ API = r"/api/(?:models/)?(?P<name>(?:spaces/)?[^/]+/[^/]+)"
 PAGE = r"/(?P<name>(?:spaces/)?[^/]+/[^/]+?)"
 ROUTES = {  # by the method of Request that handles them
     "create_repository": r"POST /api/repos/create",
+    "delete_repository": r"DELETE /api/repos/delete",
+    "delete_branch": rf"DELETE {API}/branch/(?P<branch>[^/]+)",
     "info": rf"GET {API}(?:/revision/(?P<revision>[^/]+))?",
     "list_tree": rf"GET {API}/tree/(?P<revision>[^/]+)",
     "resolve": rf"(?:GET|HEAD) {PAGE}/resolve/(?P<revision>[^/]+)/(?P<path>.+)",
@@ -176,11 +178,11 @@ class Request(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    do_GET = do_HEAD = do_POST = do_PUT = handle_any
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_any
 
     def dispatch(self) -> bytes | dict | list:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        is_change = self.command == "POST" and "validate-yaml" not in self.path
+        is_change = self.command in ("POST", "DELETE") and "validate-yaml" not in self.path
         if token not in ("", self.hub.token) or (is_change and not token):
             raise HubError(401, "Invalid credentials in Authorization header")
         request = f"{self.command} {urlsplit(self.path).path}"
@@ -199,9 +201,21 @@ class Request(BaseHTTPRequestHandler):
     def json(self) -> dict:
         return json.loads(self.body or b"{}")
 
-    def create_repository(self):
+    def read_name(self) -> tuple[str, str]:
+        """The requested repository's name and its key."""
         name = f"{self.json['organization']}/{self.json['name']}"
-        key = f"spaces/{name}" if self.json.get("type") == "space" else name
+        return name, f"spaces/{name}" if self.json.get("type") == "space" else name
+
+    def delete_repository(self):
+        del self.hub.repositories[self.read_name()[1]]
+        return {}
+
+    def delete_branch(self, name: str, repository: Repository, branch: str):
+        del repository.refs[f"refs/heads/{branch}"]
+        return {}
+
+    def create_repository(self):
+        name, key = self.read_name()
         url = f"{self.hub.url}/{key}"
         if key in self.hub.repositories:
             raise HubError(409, "You already created this repo", url=url)

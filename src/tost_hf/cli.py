@@ -5,6 +5,7 @@ import argparse
 import inspect
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,24 +95,22 @@ def _make_parser() -> argparse.ArgumentParser:
     tokens_norm = {"dest": "normalize_patch_tokens", "action": "store_const", "const": False}
     add_argument("--no-normalize-patch-tokens", **tokens_norm, help="trained with tokens_norm=False, unlike released models")
 
-    examples = ("./my-tost --license apache-2.0", "model_cards --presets")
-    add_argument = add_command(_card, "write the model card of a folder", *examples)
-    add_argument("folder", metavar="FOLDER", help="the model folder; with --presets the folder for the cards")
-    add_argument("--presets", action="store_true", help="write the cards of the paper's sizes, which have no weights")
+    add_argument = add_command(_card, "write the model card of a folder", "./my-tost --license apache-2.0")
+    add_argument("folder", metavar="FOLDER", help="the model folder")
     add_argument("--license", metavar="ID", help="license of the weights, such as apache-2.0")
     add_argument("--repo-id", metavar="REPO_ID", help="where it will be published, for the loading examples")
     add_argument("--revision", help="the tag or commit that the loading examples pin")
-    add_argument("--overwrite", action="store_true", help="replace existing cards, text written by hand included")
+    add_argument("--overwrite", action="store_true", help="replace an existing card, text written by hand included")
 
     examples = ("./my-tost me/my-tost --tag v1 --license apache-2.0", "--space ./my-page me/my-page")
     add_argument = add_command(_publish, "upload a model folder to the Hub, in one commit", *examples)
-    add_argument("folder", metavar="FOLDER", help="the model folder, of which only the card is changed, by --license")
+    add_argument("folder", metavar="FOLDER", help="the model folder, which is not changed")
     add_argument("repo_id", metavar="REPO_ID", help="OWNER/NAME; created if it does not exist")
     add_argument("--private", action="store_true", default=None, help="make a newly created repository private")
     add_argument("--revision", metavar="BRANCH", help="the branch to commit to (default: main), created from main")
     add_argument("--tag", help="a tag for the commit")
     add_argument("--create-pr", action="store_true", help="open a pull request instead of committing to main")
-    add_argument("--dry-run", action="store_true", help="check the folder and list what would be sent, without sending it")
+    add_argument("--dry-run", action="store_true", help="list what would be sent and show its card, without sending it")
     add_argument("--without-code", dest="with_code", action="store_false", help="omit the code for trust_remote_code=True")
     add_argument("--license", metavar="ID", help="license of the weights, for a card that names none, or for a new one")
     add_argument("--space", action="store_true", help="FOLDER is a page that `tost-hf space` wrote; publish it as a Space")
@@ -156,8 +155,7 @@ def _init(preset: str, output: str, *, overwrite: bool, seed: int, tokenizer: st
     import tost_hf
 
     from .files import check_folder, staged_folder
-    from .hub.checks import model_class
-    from .hub.loading import load_fitting_tokenizer
+    from .hub.loading import load_fitting_tokenizer, model_class
     from .image_processing import save_image_processor
     from .model.configuration_tost import LRA_PRESETS, PRESETS
     from .model.configuration_tost_vision import VISION_PRESETS
@@ -209,70 +207,45 @@ def _convert(source: str, output: str, *, overwrite: bool, **vision_options: Any
     print(f"Wrote {target}")
 
 
-def _card(folder: str, *, presets: bool, overwrite: bool, **options: Any) -> None:
-    """Writes README.md from the files of the folder: configuration, weights, records of training and evaluation results.
+def _card(folder: str, **options: Any) -> None:
+    """Writes README.md from the files of the folder: configuration, weights, results of training and evaluation.
 
-    It leaves out what is not recorded. An existing card is replaced only with --overwrite.
+    It leaves out what the files do not state. An existing card is replaced only with --overwrite.
     """
-    from .hub.cards import write_card, write_preset_cards
+    from .hub.cards import write_card
 
-    if presets:
-        paths = write_preset_cards(folder, overwrite=overwrite)
-    else:
-        paths = [write_card(folder, overwrite=overwrite, **options)]
-    print("\n".join(f"Wrote {path}" for path in paths))
+    print(f"Wrote {write_card(folder, **options)}")
 
 
-def _publish(folder: str, repo_id: str, *, license: str | None, space: bool, with_code: bool, **options: Any) -> None:
-    """Checks a model folder and uploads the model's files in one commit.
+def _publish(
+    folder: str, repo_id: str, *, license: str | None, space: bool, dry_run: bool, with_code: bool, **options: Any
+) -> None:
+    """Loads a model, checks and saves it again with its tokenizer, card and results, and uploads that in one commit.
 
-    If it is interrupted, the repository is unchanged; run it again. Other files are left out and listed. It rejects references
-    to code that is not ToST's, tokens of the Hub, weights with NaN, weights that do not fit config.json, and a card without a
-    license.
+    If it is interrupted, the repository is unchanged; run it again. Other files of the folder are not sent. It rejects tokens
+    of the Hub, weights with NaN, weights that do not fit config.json, and a card without a license.
     """
-    from .hub.cards import complete_card
-    from .hub.publishing import publish, publish_space
-    from .hub.records import CARD
+    from .hub.publishing import prepare_space, prepare_upload, publish, publish_space
 
     if license and space:
         raise ValueError("--license is for a model's card; a Space has its own README.md, which `tost-hf space` wrote.")
+    if dry_run:
+        with tempfile.TemporaryDirectory() as temporary:
+            files = Path(temporary, "files")
+            if space:
+                prepare_space(folder, files)
+            else:
+                prepare_upload(folder, files, repo_id, license=license, tag=options["tag"], with_code=with_code)
+            print((files / "README.md").read_text(encoding="utf-8"))
+            for path in sorted(filter(Path.is_file, files.rglob("*"))):
+                print(f"{path.stat().st_size:14,} bytes  {path.relative_to(files).as_posix()}")
+        print("Dry run: nothing was sent. Above are the card and the files that would be.")
+        return
     if space:
-        publication = publish_space(folder, repo_id, **options)
+        commit = publish_space(folder, repo_id, **options)
     else:
-        card = Path(folder, CARD)
-        content = card.read_bytes() if card.is_file() else None
-        is_published = False
-        try:
-            if license:
-                complete_card(folder, repo_id, license, revision=options["tag"], with_code=with_code)
-            publication = publish(folder, repo_id, with_code=with_code, **options)
-            is_published = not options["dry_run"]
-        finally:
-            if license and not is_published:
-                _restore(card, content)
-    num_parameters = publication.num_parameters
-    print(f"{publication.repo_id}: " + ("a Space" if num_parameters is None else f"{num_parameters:,} parameters"))
-    actions = {"send": publication.uploaded, "delete": publication.deleted, "leave out": publication.left_out}
-    for heading, files in actions.items():
-        for name in files:
-            print(f"  {heading:10}{name}")
-    if options["dry_run"]:
-        print("Dry run: nothing was sent.")
-    elif publication.url is None:
-        print(f"The repository has all of it already, at {publication.commit_hash}")
-    else:
-        print(f"Published: {publication.url}")
-
-
-def _restore(file: Path, content: bytes | None) -> None:
-    """Gives a file its earlier content back, or removes it if it was not there."""
-    from .files import staged_file
-
-    if content is None:
-        file.unlink(missing_ok=True)
-    elif file.read_bytes() != content:
-        with staged_file(file) as staged:
-            staged.write_bytes(content)
+        commit = publish(folder, repo_id, license=license, with_code=with_code, **options)
+    print(f"Published: {commit.pr_url or commit.commit_url}")
 
 
 def _verify(model: str, *, revision: str | None) -> int:

@@ -16,11 +16,10 @@ from typing import Any, cast
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from .files import check_file, check_folder, open_safetensors, staged_file, staged_folder
-from .hub.checks import empty_model, load_config
-from .hub.contents import weights_files
+from .files import check_file, check_folder, name_file_in_errors, open_safetensors, read_json, staged_file, staged_folder
+from .hub.loading import empty_model, load_config
 from .image_processing import save_image_processor
 from .model.configuration_tost import ToSTConfig
 from .model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
@@ -217,7 +216,7 @@ def convert_to_original(model_dir: PathLike, output_file: PathLike, *, overwrite
     """
     source, target = Path(model_dir), Path(output_file)
     model_config = cast(Config, load_config(source))
-    weights = list(weights_files(source).values())
+    weights = _weights_files(source)
     check_file(target, overwrite, sources=[source / CONFIG_NAME, *weights])
     settings: dict[str, object]
     if isinstance(model_config, ToSTVisionConfig):
@@ -230,7 +229,7 @@ def convert_to_original(model_dir: PathLike, output_file: PathLike, *, overwrite
         settings = {"model_args": model_args | {"TSSA": True}}
         settings |= {"iter_num": 0, "best_val_loss": torch.tensor(1e9), "config": {}}
     state_dict: StateDict = {}
-    for path in filter(lambda path: path.suffix == ".safetensors", weights):
+    for path in weights:
         with open_safetensors(path) as file:
             state_dict |= {name: file.get_tensor(name) for name in file.keys()}
     if "model.embed_tokens.weight" in state_dict:  # tied weights, which the authors' format stores twice
@@ -239,6 +238,15 @@ def convert_to_original(model_dir: PathLike, output_file: PathLike, *, overwrite
     with staged_file(target) as staged:
         torch.save({"model": _to_authors_state_dict(model_config, state_dict)} | settings, staged)
     return target
+
+
+def _weights_files(folder: Path) -> list[Path]:
+    """The safetensors files that `from_pretrained` reads."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if (folder / SAFE_WEIGHTS_NAME).is_file() or not index.is_file():
+        return [folder / SAFE_WEIGHTS_NAME]
+    with name_file_in_errors(index):
+        return [folder / name for name in sorted({*read_json(index)["weight_map"].values()})]
 
 
 # Names and tensors

@@ -72,13 +72,14 @@ EVAL_RESULTS = "eval_results.json"  # this and the next two are written by Train
 ALL_RESULTS = "all_results.json"
 TRAIN_RESULTS = "train_results.json"
 TRAINER_STATE = "trainer_state.json"
-RUN_ARGUMENTS = "run_arguments.json"  # written by the training scripts
+RUN_ARGUMENTS = "run_arguments.json"  # this and the next are written by the training scripts
+CURVES = "curves.png"
 EXPORT_DESCRIPTION = "export.json"  # this and the programs are written by export/
 PROGRAM_FILES = ("model.onnx", "model.onnx.data")
 DESCRIPTIONS = (CONFIG_NAME, EXPORT_DESCRIPTION)  # without them a model or an export cannot be loaded
 SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-# records of training and evaluation in a model folder
-RECORDS = (EVALUATION, EVAL_RESULTS, ALL_RESULTS, TRAIN_RESULTS, TRAINER_STATE, RUN_ARGUMENTS)
+# of training and evaluation, in a model folder
+RESULT_FILES = (EVALUATION, EVAL_RESULTS, ALL_RESULTS, TRAIN_RESULTS, TRAINER_STATE, RUN_ARGUMENTS)
 
 
 @contextmanager
@@ -152,7 +153,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
 
 
 def _find_stale_files(target: Path, new_files: list[Path]) -> Iterator[Path]:
-    """Files of an old model or export to remove: first its description, then weights and records that are not replaced."""
+    """Files of an old model or export to remove: first its description, then weights and results that are not replaced."""
     for path in new_files:
         if path.name in DESCRIPTIONS:
             yield path
@@ -161,7 +162,7 @@ def _find_stale_files(target: Path, new_files: list[Path]) -> Iterator[Path]:
     if any(is_weights_name(str(path)) for path in new_files):
         for old_path in list(target.iterdir()):
             name = old_path.name
-            if (is_weights_name(name) or name in RECORDS) and Path(name) not in new_files:
+            if (is_weights_name(name) or name in RESULT_FILES) and Path(name) not in new_files:
                 yield Path(name)
 
 

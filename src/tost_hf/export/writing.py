@@ -13,10 +13,7 @@ from transformers import PreTrainedConfig
 from ..cache_files import state_bytes
 from ..extras import require
 from ..files import EXPORT_DESCRIPTION, check_folder, staged_folder
-from ..hub.checks import load_config
-from ..hub.contents import TOKENIZER_FILES
-from ..hub.loading import load_fitting_tokenizer, load_model, resolve_model_folder
-from ..hub.records import IMAGE_PROCESSOR_FILES
+from ..hub.loading import load_config, load_fitting_tokenizer, load_model, load_processor, resolve_model_folder
 from .comparing import Agreement, compare
 from .onnx_program import save_onnx
 from .programs import PAST, PRESENT, LanguageProgram, ModelProgram, make_program
@@ -85,7 +82,7 @@ def export_model(
     check_folder(target, overwrite, sources=[source, *([] if tokenizer is None else [tokenizer])])
     folder = resolve_model_folder(source, revision)
     config = load_config(folder)
-    loaded_tokenizer = _load_tokenizer(folder, config, tokenizer)
+    processor = _load_processor(folder, config, tokenizer)
     model = load_model(folder, config)
     program = make_program(model.half() if dtype == "float16" else model.float())
     metadata = make_metadata(program, dtype)
@@ -94,23 +91,18 @@ def export_model(
         agreement = compare(program, load(staged, metadata), metadata, TOLERANCES[dtype])
         metadata["agreement"] = agreement._asdict()
         (staged / EXPORT_DESCRIPTION).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
-        if loaded_tokenizer is not None:
-            loaded_tokenizer.save_pretrained(staged)
-        for name in IMAGE_PROCESSOR_FILES:
-            if program.is_vision and (folder / name).is_file():
-                shutil.copyfile(folder / name, staged / name)
+        if processor is not None:
+            processor.save_pretrained(staged)
         _write_scripts_and_readme(staged, program, metadata, agreement)
     return ExportResult(target, agreement)
 
 
-def _load_tokenizer(folder: Path, config: PreTrainedConfig, source: str | os.PathLike | None) -> Any:
+def _load_processor(folder: Path, config: PreTrainedConfig, tokenizer: str | os.PathLike | None) -> Any:
+    if tokenizer is None:
+        return load_processor(folder, config)
     if config.model_type != "tost":
-        if source is not None:
-            raise ValueError("This model reads images; a tokenizer is for text models.")
-        return None
-    if source is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    return load_fitting_tokenizer(os.fspath(folder if source is None else source), config)
+        raise ValueError("This model reads images; a tokenizer is for text models.")
+    return load_fitting_tokenizer(os.fspath(tokenizer), config)
 
 
 def make_metadata(program: ModelProgram, dtype: str) -> dict:

@@ -6,6 +6,7 @@ A card leaves out what the folder's files do not state. It names a license only 
 
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from ..cache_files import state_bytes
-from ..files import check_file, is_weights_name, name_file_in_errors, staged_file
-from ..model.configuration_tost import BEYOND_PAPER, CAUSAL_STATISTICS, PRESETS, ToSTConfig
-from ..model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
-from .checks import load_config, model_class, parameter_count
-from .records import CARD, IMAGE_PROCESSOR_FILES, Records, load_card, read_records
+from ..files import CURVES, is_weights_name, name_file_in_errors, staged_file
+from ..model.configuration_tost import BEYOND_PAPER, CAUSAL_STATISTICS
+from ..model.configuration_tost_vision import ToSTVisionConfig
+from .loading import IMAGE_PROCESSOR_FILES, empty_model, has_file, load_config, model_class
+from .results import CARD, Results, load_card, read_results
 
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -35,7 +36,6 @@ TASKS = {  # Auto class and pipeline tag of each model class
     "ToSTForImageClassification": ("AutoModelForImageClassification", "image-classification"),
     "ToSTVisionModel": ("AutoModel", "image-feature-extraction"),
 }
-PRESET_CARDS = (*PRESETS, *(f"tost-vision-{size}-patch16" for size in ("tiny", "small", "medium")))
 
 
 def build_card(
@@ -79,21 +79,34 @@ def build_card(
         validate_repo_id(repo_id)
     if with_code is None:
         with_code = bool(getattr(config, "auto_map", None))
+    results, full_name, is_vision = (
+        read_results(folder),
+        repo_id or folder.resolve().name,
+        isinstance(config, ToSTVisionConfig),
+    )
+    auto_class, pipeline_tag = _find_task(config)
     with name_file_in_errors(folder / CONFIG_NAME):
-        facts = describe(config)
-    full_name = repo_id or folder.resolve().name
-    processors = IMAGE_PROCESSOR_FILES if isinstance(config, ToSTVisionConfig) else ("tokenizer_config.json",)
-    return _render(
-        config,
-        full_name.rpartition("/")[2],
-        license,
-        read_records(folder),
-        facts,
-        has_weights=True,
+        description = describe(config)
+    return ModelCard.from_template(
+        _make_metadata(config, full_name.rpartition("/")[2], license, results),
+        template_path=str(TEMPLATE),
+        name=full_name.rpartition("/")[2],
+        config=config,
+        auto_class=auto_class,
+        pipeline_tag=pipeline_tag,
+        is_vision=is_vision,
+        beyond_paper=[option for option in config.options() if option in BEYOND_PAPER],
+        description=make_markdown_table(("model", model_class(config).__name__), description.items()),
+        evaluation=_describe_evaluation(results.evaluation),
+        commands="\n".join(dict.fromkeys(filter(None, ((x.metric_args or {}).get("command") for x in results.evaluation)))),
+        training_evaluation=_number_table("metric", results.metrics),
+        run=results.run_arguments,
+        training=_number_table("training", results.training),
+        curves=CURVES if (folder / CURVES).is_file() else None,
         source=json.dumps(full_name) + (f", revision={json.dumps(revision)}" if revision else ""),
         revision=revision,
         has_code=with_code,
-        has_processor=any((folder / file).is_file() for file in processors),
+        has_processor=has_file(folder, IMAGE_PROCESSOR_FILES if is_vision else ("tokenizer_config.json",)),
     )
 
 
@@ -121,39 +134,66 @@ def write_card(folder: str | os.PathLike, *, overwrite: bool = False, **options:
     return target
 
 
-def complete_card(folder: str | os.PathLike, repo_id: str, license: str, **options: Any) -> None:
-    """Names license and repository in a card without a license, such as that of a training script, or writes a missing card.
+def complete_card(
+    folder: Path, repo_id: str, *, license: str | None = None, revision: str | None = None, with_code: bool = True
+) -> str:
+    """The text of the card to publish: that of the folder, which is not changed, with the license and for the repository.
 
-    What `write_card` wrote before is written again for the repository; what was added below it, and metadata, stay.
-
-    Args:
-        options: the other arguments of `build_card`.
+    What `build_card` wrote is written again for the repository; what was added below it, and metadata, stay.
 
     Raises:
-        ValueError: the card names another license.
+        ValueError: there is no card and no license; the card names no license or another one, or is an unfilled template.
         FileNotFoundError, ValueError: as in `build_card`.
     """
-    path = Path(folder, CARD)
+    path = folder / CARD
+    options: dict[str, Any] = {"repo_id": repo_id, "revision": revision, "with_code": with_code}
     if not path.is_file():
-        write_card(folder, repo_id=repo_id, license=license, **options)
-        return
-    card = load_card(path)
-    named_license = card.data.get("license")
-    if named_license not in (None, license):
-        raise ValueError(f"The card {path} names the license {named_license!r}, not {license!r}: edit it, or omit --license.")
-    if named_license is not None:
-        return
-    text, generated_text = card.text.rstrip(), build_card(folder).text.rstrip()
+        if license is None:
+            raise ValueError(f"{folder} has no model card; publish with --license, which writes one.")
+        return str(build_card(folder, license=license, **options))
+    card = check_card(path, license)
+    old_license = card.data.get("license")
+    text, generated_text = card.text.rstrip(), build_card(folder, license=old_license).text.rstrip()
     if text.startswith(generated_text):
-        new_card = build_card(folder, repo_id=repo_id, license=license, **options)
+        new_card = build_card(folder, license=old_license or license, **options)
         new_card.text = f"{new_card.text.rstrip()}{text.removeprefix(generated_text)}\n"
         for name, value in card.data.to_dict().items():
             if name != "model-index" and new_card.data.get(name) is None:
                 new_card.data[name] = value
         card = new_card
-    else:  # edited by hand
+    elif old_license is None:  # edited by hand
         card.data["license"] = license
-    save_card(card, path)
+    else:
+        return path.read_bytes().decode()
+    return str(card)
+
+
+def check_card(path: Path, license: str | None = None) -> ModelCard:
+    """Loads a model card and checks that it can be published, with this license if it names none.
+
+    Raises:
+        ValueError: there is no card, its metadata does not parse, it names no license or another one, or it is an unfilled
+            template.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no model card; publish with --license, which writes one.")
+    card = load_card(path)
+    old_license = card.data.get("license")
+    if not (old_license or license):
+        raise ValueError(
+            f"The card {path} names no license: --license apache-2.0 (or whichever it is) adds it, or a line in its metadata."
+        )
+    if old_license and license not in (None, old_license):
+        raise ValueError(f"The card {path} names the license {old_license!r}, not {license!r}: edit it, or omit --license.")
+    if "[More Information Needed]" in card.content:
+        raise ValueError(f"The card {path} is an unfilled template: complete it by hand.")
+    return card
+
+
+def find_pictures(card: str) -> list[str]:
+    """The names of pictures in a card's text that are files, not on the web."""
+    names = re.findall(r"""!\[[^\]]*\]\(([^)\s]+)|<img[^>]*?src=["']([^"']+)""", card)
+    return [name for name in dict.fromkeys("".join(pair) for pair in names) if "://" not in name]
 
 
 def save_card(card: ModelCard, path: Path) -> None:
@@ -162,39 +202,21 @@ def save_card(card: ModelCard, path: Path) -> None:
         card.save(staged)
 
 
-def preset_card(name: str) -> ModelCard:
-    """The card of one of the paper's sizes, such as "tost-base": an architecture, without weights or results."""
-    config: PreTrainedConfig
-    if name in VISION_PRESETS:
-        config = ToSTVisionConfig.from_preset(name, num_labels=1000, architectures=["ToSTForImageClassification"])
-    else:
-        config = ToSTConfig.from_preset(name, architectures=["ToSTForCausalLM"])
-    # without weights the license is that of the architecture's code
-    return _render(config, name, "apache-2.0", Records(), describe(config), preset=name)
-
-
-def write_preset_cards(folder: str | os.PathLike, *, overwrite: bool = False) -> list[Path]:
-    """Writes a card `NAME.md` for each of the paper's sizes, which have no weights; returns the paths.
-
-    Raises:
-        FileExistsError: one of the files exists, and `overwrite` is not set.
-    """
-    paths = {name: Path(folder, f"{name}.md") for name in PRESET_CARDS}
-    for path in paths.values():
-        check_file(path, overwrite)
-    for name, path in paths.items():
-        save_card(preset_card(name), path)
-    return list(paths.values())
-
-
 def make_markdown_table(header: Sequence[str], records: Iterable[Sequence]) -> str:
-    """A Markdown table, without the columns in which no record has a value; empty without records."""
-    cells = [["" if x is None else str(x).replace("|", r"\|").replace("\n", " ") for x in record] for record in records]
-    if not cells:
-        return ""
+    """A Markdown table, without the columns in which no record has a value; empty without records.
+
+    Integers have thousands separators, floats six significant digits.
+    """
+    cells = [[_format_cell(value) for value in record] for record in records]
     columns = [i for i in range(len(header)) if any(line[i] for line in cells)]
     lines = ["| " + " | ".join(line[i] for i in columns) + " |" for line in (header, *cells)]
-    return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])
+    return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]]) if cells else ""
+
+
+def _format_cell(value: Any) -> str:
+    if isinstance(value, int | float):
+        return f"{value:.6g}" if isinstance(value, float) else f"{value:,}"
+    return "" if value is None else str(value).replace("|", r"\|").replace("\n", " ")
 
 
 def is_hub_id(name: str) -> bool:
@@ -206,39 +228,43 @@ def is_hub_id(name: str) -> bool:
     return "/" in name and not Path(name).exists()
 
 
-# Facts ----------------------------------------------------------------------------------------------------------------
+# Description ----------------------------------------------------------------------------------------------------------
 
 
 def describe(config: Any) -> dict[str, str]:
-    """The facts of a configuration, from displayed names to displayed values."""
+    """Describes a configuration: displayed names and values."""
     heads, width = config.num_attention_heads, config.hidden_size
-    facts = {
-        "parameters": f"{parameter_count(config):,}",
+    description = {
+        "parameters": f"{empty_model(config).num_parameters():,}",
         "layers": str(config.num_hidden_layers),
         "heads": f"{heads} of {width // heads} channels",
         "width": f"{width:,}" + (f", of the MLP {config.intermediate_size:,}" if config.mlp_type == "mlp" else ""),
     }
     if config.dtype is not None:
-        facts["dtype"] = str(config.dtype).removeprefix("torch.")
+        description["dtype"] = str(config.dtype).removeprefix("torch.")
     options = dict(config.options())
     if config.model_type == "tost_vision":
         height, image_width = (config.image_size,) * 2 if isinstance(config.image_size, int) else config.image_size
-        facts["images"] = f"{height} x {image_width} pixels, patches of {config.patch_size}, attention {config.attention_type}"
+        description["images"] = (
+            f"{height} x {image_width} pixels, patches of {config.patch_size}, attention {config.attention_type}"
+        )
     else:
-        facts["vocabulary"] = f"{config.vocab_size:,}"
-        facts["positions"] = "no limit (position-free)" if config.is_position_free else f"{config.max_position_embeddings:,}"
-        facts["state"] = _describe_state(config)
+        description["vocabulary"] = f"{config.vocab_size:,}"
+        description["positions"] = (
+            "no limit (position-free)" if config.is_position_free else f"{config.max_position_embeddings:,}"
+        )
+        description["state"] = _describe_state(config)
         if options.pop("layer_types", None):
             for layer_type in sorted({*config.layer_types} - {CAUSAL_STATISTICS}):
                 numbers = [str(i) for i, x in enumerate(config.layer_types) if x == layer_type]
-                facts["layers"] += f"; {layer_type} in {', '.join(numbers)} (counted from 0)"
+                description["layers"] += f"; {layer_type} in {', '.join(numbers)} (counted from 0)"
     if (config.architectures or [""])[0].endswith("Classification"):
         names = [str(config.id2label[i]) for i in sorted(config.id2label)]
         show_names = 0 < len(names) <= 20 and not names[0].startswith("LABEL_")
-        facts["classes"] = f"{len(names):,}" + (f": {', '.join(names)}" if show_names else "")
+        description["classes"] = f"{len(names):,}" + (f": {', '.join(names)}" if show_names else "")
     if options:
-        facts["options"] = ", ".join(f"{name} {value}" for name, value in options.items())
-    return facts
+        description["options"] = ", ".join(f"{name} {value}" for name, value in options.items())
+    return description
 
 
 def _describe_state(config: Any) -> str:
@@ -261,38 +287,31 @@ def _find_task(config: PreTrainedConfig) -> tuple[str, str]:
     return TASKS[name]
 
 
-def _make_metadata(config: PreTrainedConfig, name: str, license: str | None, records: Records) -> ModelCardData:
+def _make_metadata(config: PreTrainedConfig, name: str, license: str | None, results: Results) -> ModelCardData:
     pipeline_tag = _find_task(config)[1]
     datasets, base_models = (
-        [value] if (value := records.run.get(key)) and is_hub_id(value) else None
+        [value] if (value := results.run_arguments.get(key)) and is_hub_id(value) else None
         for key in ("dataset_name", "model_name_or_path")
     )
-    results = [_to_eval_result(result) for result in records.results]
+    eval_results = list(results.evaluation)
     if datasets:
-        results += _training_results(records, datasets[0], pipeline_tag)
+        eval_results += _training_results(results, datasets[0], pipeline_tag)
     return ModelCardData(
         license=license,
         library_name="transformers",
         pipeline_tag=pipeline_tag,
         tags=["tost", "arxiv:2412.17810", *(["tssa"] if getattr(config, "attention_type", "tssa") == "tssa" else [])],
         datasets=datasets,
-        metrics=list(dict.fromkeys(result.metric_type for result in results)) or None,
+        metrics=list(dict.fromkeys(result.metric_type for result in eval_results)) or None,
         base_model=base_models,
-        eval_results=results or None,
-        model_name=name if results else None,
+        eval_results=eval_results or None,
+        model_name=name if eval_results else None,
     )
 
 
-def _to_eval_result(result: dict) -> EvalResult:
-    """Converts a result of evaluation.json; values without a field in EvalResult go into `metric_args`."""
-    fields = {key: value for key, value in result.items() if key in EvalResult.__dataclass_fields__}
-    extra = {key: value for key, value in result.items() if key not in fields and value is not None}
-    return EvalResult(**fields, metric_args=extra or None)
-
-
-def _training_results(records: Records, dataset: str, pipeline_tag: str) -> list[EvalResult]:
+def _training_results(results: Results, dataset: str, pipeline_tag: str) -> list[EvalResult]:
     """Trainer's evaluation, on the dataset of the training script."""
-    config_name = records.run.get("dataset_config_name")
+    config_name = results.run_arguments.get("dataset_config_name")
     return [
         EvalResult(
             task_type=pipeline_tag,
@@ -303,7 +322,7 @@ def _training_results(records: Records, dataset: str, pipeline_tag: str) -> list
             metric_name=f"{metric} (validation data of the training script)",
             metric_value=value,
         )
-        for metric, value in records.metrics.items()
+        for metric, value in results.metrics.items()
         if not metric.startswith("ema_")  # the EMA weights are another model
     ]
 
@@ -311,62 +330,28 @@ def _training_results(records: Records, dataset: str, pipeline_tag: str) -> list
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
-def _render(
-    config: PreTrainedConfig, name: str, license: str | None, records: Records, facts: dict[str, str], **values: Any
-) -> ModelCard:
-    """Renders the template; `values` are already Markdown."""
-    auto_class, pipeline_tag = _find_task(config)
-    return ModelCard.from_template(
-        _make_metadata(config, name, license, records),
-        template_path=str(TEMPLATE),
-        name=name,
-        config=config,
-        config_class=type(config).__name__,
-        model_class=model_class(config).__name__,
-        auto_class=auto_class,
-        pipeline_tag=pipeline_tag,
-        is_vision=isinstance(config, ToSTVisionConfig),
-        beyond_paper=[option for option in config.options() if option in BEYOND_PAPER],
-        facts=make_markdown_table(("model", model_class(config).__name__), facts.items()),
-        evaluation=_describe_results(records.results),
-        commands="\n".join(dict.fromkeys(result["command"] for result in records.results if result.get("command"))),
-        training_evaluation=_number_table("metric", records.metrics),
-        run=records.run,
-        training=_number_table("training", records.training),
-        **values,
-    )
-
-
-def _describe_results(results: list[dict]) -> str:
+def _describe_evaluation(results: list[EvalResult]) -> str:
     """A table of the results on each dataset and split, and below it the numbered protocols."""
-    groups: dict[str, list[dict]] = {}
+    groups: dict[str, list[EvalResult]] = {}
     for result in results:
-        groups.setdefault(", ".join(filter(None, map(result.get, ("dataset_name", "dataset_split")))), []).append(result)
+        groups.setdefault(", ".join(filter(None, (result.dataset_name, result.dataset_split))), []).append(result)
     blocks = []
     for dataset, group in groups.items():
-        protocols = [_describe_protocol(result) for result in group]
+        protocols = [_describe_protocol(result.metric_args or {}) for result in group]
         numbers = {protocol: i for i, protocol in enumerate(filter(None, dict.fromkeys(protocols)), start=1)}
-        values = [
-            (x.get("metric_name") or x["metric_type"], *map(_format_number, (x["metric_value"], x.get("num_examples"))))
-            for x in group
+        cells = [
+            (x.metric_name or x.metric_type, x.metric_value, (x.metric_args or {}).get("num_examples"), numbers.get(protocol))
+            for x, protocol in zip(group, protocols)
         ]
-        records = [(*value, numbers.get(protocol)) for value, protocol in zip(values, protocols)]
-        blocks += [f"{dataset}:", make_markdown_table(("metric", "value", "examples", "protocol"), records)]
+        blocks += [f"{dataset}:", make_markdown_table(("metric", "value", "examples", "protocol"), cells)]
         blocks += ["\n".join(f"{i}. {protocol}" for protocol, i in numbers.items())] if numbers else []
     return "\n\n".join(blocks)
 
 
-def _describe_protocol(result: dict) -> str:
-    seed = f"seed {result['seed']}" if result.get("seed") is not None else None
-    return "; ".join(" ".join(x.split()) for x in (result.get("protocol"), seed, result.get("date")) if x)
+def _describe_protocol(values: dict[str, Any]) -> str:
+    seed = f"seed {values['seed']}" if "seed" in values else None
+    return "; ".join(" ".join(x.split()) for x in (values.get("protocol"), seed, values.get("date")) if x)
 
 
 def _number_table(title: str, numbers: dict[str, float]) -> str:
-    return make_markdown_table((title, "value"), [(key.replace("_", " "), _format_number(x)) for key, x in numbers.items()])
-
-
-def _format_number(value: Any) -> Any:
-    """Formats integers with thousands separators and floats with six significant digits; returns other values unchanged."""
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return f"{value:,}" if isinstance(value, int) else value
+    return make_markdown_table((title, "value"), [(key.replace("_", " "), x) for key, x in numbers.items()])

@@ -1,8 +1,9 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Loads models, tokenizers and image processors of a folder or repository, without running any of its code."""
 
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from huggingface_hub.file_download import repo_folder_name
 from transformers import (
     AutoImageProcessor,
     AutoTokenizer,
+    BaseImageProcessor,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -30,28 +32,40 @@ from transformers import (
 )
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from ..files import is_path, open_safetensors
-from ..model.configuration_tost import LRA_PRESETS, PRESETS
-from ..model.configuration_tost_vision import VISION_PRESETS
-from .checks import model_class
-from .contents import TOKENIZER_FILES, linked_folder, weights_files
-from .records import CARD, IMAGE_PROCESSOR_FILES
+from ..extras import require
+from ..files import is_path, name_file_in_errors, read_json
+from ..model import modeling_tost, modeling_tost_vision
+from ..model.base_tost import AUTO_MAPS
+from ..model.configuration_tost import LRA_PRESETS, PRESETS, ToSTConfig
+from ..model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
+from .results import CARD
 
 
+logger = logging.getLogger(__name__)
+
+CONFIG_CLASSES = {cls.model_type: cls for cls in (ToSTConfig, ToSTVisionConfig)}
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
+IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+WITHOUT_CODE = {"trust_remote_code": False, "local_files_only": True}
+LOADING_OPTIONS = ("auto_map", "fast_tokenizer_files", "is_local", "local_files_only")  # transformers saves them in tokenizers
 NUM_TOKENS = 16
-WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 T = TypeVar("T")
 
 
+# Repositories ---------------------------------------------------------------------------------------------------------
+
+
 @contextmanager
-def translate_hub_errors() -> Iterator[None]:
-    """Raises OSError in place of HTTP client errors and upload RuntimeErrors of huggingface_hub."""
+def hub_errors(name: str) -> Iterator[None]:
+    """Raises OSError with a message about the folder or repository `name` in place of many errors of huggingface_hub."""
     try:
         yield
-    except (HTTPError, RuntimeError) as error:
-        if isinstance(error, OSError):
-            raise
-        raise OSError(f"The Hub could not be reached, or closed the connection ({error!r}); run the command again.") from error
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(f"{name!r} is neither a folder nor a repository of the Hub that you may use.") from error
+    except (HfHubHTTPError, IncompleteSnapshotError):  # of a revision that does not exist, for example; they name it
+        raise
+    except (HTTPError, OfflineModeIsEnabled, LocalEntryNotFoundError, RuntimeError) as error:  # RuntimeError of uploads
+        raise OSError(f"{name!r} is no folder here, and the Hub could not be asked for the repository: {error!r}.") from error
 
 
 def check_model_exists(
@@ -70,7 +84,7 @@ def check_model_exists(
         _check_repository_name(name)
         cached_folder = repo_folder_name(repo_id=name, repo_type="model")  # also of a tokenizer alone
         if not Path(cache_dir or HF_HUB_CACHE, cached_folder).is_dir():
-            with _name_repository_in_errors(name):
+            with hub_errors(name):
                 HfApi(token=token).model_info(name, revision=revision)
 
 
@@ -87,20 +101,6 @@ def _check_repository_name(name: str) -> None:
         raise FileNotFoundError(f"There is no model folder {name!r}.")
 
 
-@contextmanager
-def _name_repository_in_errors(name: str) -> Iterator[None]:
-    """Raises an OSError that says what `name` is not, where a repository is neither in the cache nor obtained from the Hub."""
-    try:
-        yield
-    except RepositoryNotFoundError as error:
-        raise FileNotFoundError(f"{name!r} is neither a folder nor a repository of the Hub that you may read.") from error
-    except (HfHubHTTPError, IncompleteSnapshotError):  # of a revision that does not exist, for example; they name it
-        raise
-    except (HTTPError, OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
-        raise OSError(f"There is no folder {name!r}, and the Hub cannot be asked for a repository ({error!r}).") from error
-
-
-@translate_hub_errors()
 def resolve_model_folder(
     source: str | os.PathLike, revision: str | None = None, token: str | None = None, *, only_description: bool = False
 ) -> Path:
@@ -118,7 +118,7 @@ def resolve_model_folder(
     if os.path.isdir(name):
         return Path(name)
     _check_repository_name(name)
-    with _name_repository_in_errors(name):
+    with hub_errors(name):
         if not only_description:
             return Path(snapshot_download(name, revision=revision, token=token))
         folder = Path(hf_hub_download(name, CONFIG_NAME, revision=revision, token=token)).parent
@@ -127,76 +127,87 @@ def resolve_model_folder(
         return folder
 
 
-def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """Loads the model of a folder from `weights_files`, with this package's code, in evaluation mode.
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+def read_config(folder: Path) -> tuple[PreTrainedConfig, list[str]]:
+    """The configuration of a ToST model folder, and the keys of `config.json` that its class does not know.
+
+    Those keys are not in the configuration: transformers would follow some of them to code, kernels or other files.
 
     Raises:
-        FileNotFoundError, ValueError: as `weights_files`.
-        ValueError: it cannot be loaded; its tensors are not those of the configuration's model, or not finite.
+        FileNotFoundError: the folder has no `config.json`.
+        ValueError: it is damaged, or belongs to another type of model.
     """
-    configs = {name: folder / name for name in (CONFIG_NAME, GENERATION_CONFIG_NAME) if (folder / name).is_file()}
-    with linked_folder(folder, weights_files(folder) | configs) as links:
-        model = _load_links(links, config)
-    model.name_or_path = model.config.name_or_path = os.fspath(folder)
-    return model
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json; name a folder that save_pretrained wrote.")
+    with name_file_in_errors(path):
+        fields = read_json(path)
+        if fields.get("model_type") not in AUTO_MAPS:
+            raise ValueError(f"the model is of type {fields.get('model_type')!r}, not a ToST model")
+        config_class = CONFIG_CLASSES[fields["model_type"]]
+        config: Any = config_class.from_dict(fields)
+        unknown = sorted(vars(config).keys() - vars(config_class()).keys() - {"auto_map", "model_type", "quantization_config"})
+        for name in unknown:
+            delattr(config, name)
+        if config._attn_implementation is not None:  # never saved by transformers; it may name a kernel of the Hub
+            unknown.append("attn_implementation")
+            config._attn_implementation = None
+        model_class(config), config.to_dict()  # transformers does not check all types
+    return config, unknown
 
 
-def _load_links(links: Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """Loads and checks the model of a `linked_folder`, in evaluation mode."""
+def load_config(folder: Path) -> PreTrainedConfig:
+    """As `read_config`, with a warning that names unknown keys."""
+    config, unknown = read_config(folder)
+    if unknown:
+        logger.warning(f"{folder / CONFIG_NAME}: {type(config).__name__} does not know {', '.join(unknown)}: dropped.")
+    return config
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class named in the configuration's `architectures`, by default the base model."""
+    classes = {reference.rpartition(".")[2] for reference in AUTO_MAPS[config.model_type].values()}
+    name = config.architectures[0] if config.architectures else AUTO_MAPS[config.model_type]["AutoModel"].rpartition(".")[2]
+    if name not in classes:
+        raise ValueError(f"config.json names the architecture {name!r}, not a ToST model of type {config.model_type!r}.")
+    return getattr(modeling_tost_vision if config.model_type == "tost_vision" else modeling_tost, name)
+
+
+def empty_model(config: PreTrainedConfig, cls: type[PreTrainedModel] | None = None) -> PreTrainedModel:
+    """The configuration's model on the meta device; `cls` is by default the class that the configuration names."""
+    with torch.device("meta"):
+        return (cls or model_class(config))(config)
+
+
+def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
+    """Loads the model of a folder by `from_pretrained`, with this package's code, in evaluation mode.
+
+    Raises:
+        ValueError: it cannot be loaded, is quantized or an adapter; its tensors are not those of the configuration's model, or
+            not finite.
+    """
+    if getattr(config, "quantization_config", None) or (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{folder} is a quantized model or an adapter: save the whole model in float32, float16 or bfloat16.")
     cls: Any = model_class(config)
     options = {"local_files_only": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    model, info = _load(f"The model in {links}", lambda: cls.from_pretrained(links, **options))
+    model, info = _load(f"The model in {folder}", lambda: cls.from_pretrained(folder, config=config, **options))
     problems = {"lacks": info["missing_keys"], "has unexpected": info["unexpected_keys"]}
     problems["has other shapes for"] = [f"{name} {list(stored)}" for name, stored, _ in info["mismatched_keys"]]
-    problems["has numbers of other types than floating point in"] = list(_find_other_dtypes(links, model))
     problems["has NaN or infinite values in"] = [name for name, x in model.state_dict().items() if not x.isfinite().all()]
     for problem, names in problems.items():
         if names:
-            raise ValueError(f"The model in {links} {problem} {', '.join(sorted(names)[:5])}, {len(names)} in all.")
+            raise ValueError(f"The model in {folder} {problem} {', '.join(sorted(names)[:5])}, {len(names)} in all.")
+    if (folder / GENERATION_CONFIG_NAME).is_file():  # from_pretrained ignores a damaged one
+        _load(GENERATION_CONFIG_NAME, lambda: GenerationConfig.from_pretrained(folder, local_files_only=True))
     return model.eval()
 
 
-def _find_other_dtypes(folder: Path, model: PreTrainedModel) -> Iterator[str]:
-    """Stored tensors that are not floating point, although the model's are, and that loading would convert."""
-    integers = {name for name, x in model.state_dict().items() if not x.is_floating_point()}  # BatchNorm's counters
-    for path in sorted(folder.glob("*.safetensors")):
-        with open_safetensors(path) as file:
-            dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}
-        yield from (f"{name} ({x})" for name, x in dtypes.items() if x not in WEIGHT_DTYPES and name not in integers)
-
-
-def check_loading(folder: Path, files: Mapping[str, Path], config: PreTrainedConfig) -> tuple[PreTrainedModel, str]:
-    """Loads and runs the model, and loads its tokenizer or image processor, from `files`, those that are published.
-
-    Args:
-        folder: the model folder, which errors name.
-        files: its `model_files`.
-
-    Returns:
-        The model, and a short description of its output.
-
-    Raises:
-        ValueError: one of them cannot be loaded without running the folder's code, or the output is not finite.
-    """
-    with linked_folder(folder, files) as links:
-        model = _load_links(links, config)
-        output = _run(model, config)
-        if model.can_generate() and GENERATION_CONFIG_NAME in files:
-            _load(GENERATION_CONFIG_NAME, lambda: GenerationConfig.from_pretrained(links, local_files_only=True))
-        if config.model_type == "tost":
-            if not files.keys().isdisjoint(TOKENIZER_FILES):
-                tokenizer = load_fitting_tokenizer(str(links), config)
-                _load("The tokenizer", lambda: tokenizer("A few words."))
-        # with "_backends" it is a placeholder, as Pillow is not installed
-        elif not files.keys().isdisjoint(IMAGE_PROCESSOR_FILES) and not hasattr(AutoImageProcessor, "_backends"):
-            options = {"trust_remote_code": False, "local_files_only": True}
-            _load("The image processor", lambda: AutoImageProcessor.from_pretrained(links, **options))
-    return model, output
-
-
 @torch.no_grad()
-def _run(model: PreTrainedModel, config: PreTrainedConfig) -> str:
-    """Runs the model on a few tokens or one image; ValueError if its output has NaN or infinite values."""
+def run_model(model: PreTrainedModel) -> str:
+    """Runs a model on a few tokens or one image and describes its output; ValueError if that has NaN or infinite values."""
+    config: Any = model.config
     if config.model_type == "tost_vision":
         image_size = 4 * config.patch_size
         inputs = torch.linspace(-2, 2, config.num_channels * image_size**2).view(1, -1, image_size, image_size).to(model.dtype)
@@ -209,14 +220,41 @@ def _run(model: PreTrainedModel, config: PreTrainedConfig) -> str:
     return f"returns finite {'logits' if 'logits' in output else 'features'} of shape {tuple(output[0].shape)}"
 
 
+# Tokenizers and image processors --------------------------------------------------------------------------------------
+
+
+def load_processor(folder: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase | BaseImageProcessor | None:
+    """The tokenizer or image processor of a model folder, without running any of its code; None if it has none.
+
+    Raises:
+        ValueError: it cannot be loaded, or does not fit the model.
+        ImportError: Pillow, which image processors need, is not installed.
+    """
+    if config.model_type == "tost":
+        return load_fitting_tokenizer(str(folder), config) if has_file(folder, TOKENIZER_FILES) else None
+    if not has_file(folder, IMAGE_PROCESSOR_FILES):
+        return None
+    require("PIL", "vision")
+    processor = _load("The image processor", lambda: AutoImageProcessor.from_pretrained(folder, **WITHOUT_CODE))
+    vars(processor).pop("auto_map", None)
+    return processor
+
+
+def has_file(folder: Path, names: Iterable[str]) -> bool:
+    """Whether the folder has one of the files."""
+    return any((folder / name).is_file() for name in names)
+
+
 def load_fitting_tokenizer(source: str, config: PreTrainedConfig) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a folder or repository for a language model of this configuration.
 
     Raises:
         ValueError: it cannot be loaded, has no vocabulary, or has token ids outside the model's vocabulary.
     """
-    options = {"trust_remote_code": False, "local_files_only": os.path.isdir(source)}
+    options = WITHOUT_CODE | {"local_files_only": os.path.isdir(source)}
     tokenizer = _load(f"The tokenizer of {source}", lambda: AutoTokenizer.from_pretrained(source, **options))
+    for name in LOADING_OPTIONS:
+        tokenizer.init_kwargs.pop(name, None)
     if len(tokenizer) == len(tokenizer.get_added_vocab()):
         raise ValueError(f"The tokenizer in {source} has no vocabulary: its files are missing. Save the tokenizer again.")
     last_id = max(tokenizer.get_vocab().values())
@@ -227,6 +265,7 @@ def load_fitting_tokenizer(source: str, config: PreTrainedConfig) -> PreTrainedT
             f"{config.vocab_size} tokens. Use another, build the model with {vocab_size=}, or resize a trained one with "
             "model.resize_token_embeddings."
         )
+    _load(f"The tokenizer of {source}", lambda: tokenizer("A few words."))
     return tokenizer
 
 

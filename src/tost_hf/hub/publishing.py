@@ -1,181 +1,268 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Publishing a model folder on the Hub in one commit: all of it becomes visible at once, or nothing does."""
+"""Publishing on the Hub in one commit: what was loaded from a model folder is saved again, and only that is uploaded."""
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.utils import validate_repo_id
-from transformers.utils import CONFIG_NAME
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.utils import filter_repo_objects, validate_repo_id
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..files import is_weights_name
+from ..files import RESULT_FILES, SHARD_NAME, check_folder, read_json, staged_folder
 from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
-from .checks import check_card, load_config
-from .contents import check_no_hub_token, model_files, space_files
-from .loading import check_loading, translate_hub_errors
+from .cards import complete_card, find_pictures
+from .loading import IMAGE_PROCESSOR_FILES, TOKENIZER_FILES, hub_errors, load_config, load_model, load_processor, run_model
+from .results import CARD, find_local_paths, shorten_paths
 
 
-CODE_NAMES = {name for model_type in AUTO_MAPS for name in code_files(model_type)}
-
-
-@dataclass(frozen=True)
-class Publication:
-    """Result of `publish`, or of its dry run.
-
-    Attributes:
-        repo_id: "owner/name".
-        commit_hash: commit of the published version; None after a dry run.
-        url: URL of the commit or pull request; None if nothing was uploaded.
-        uploaded: names of the version's files, sorted; files that the repository already had are not uploaded again.
-        deleted: weights and code of an earlier version that this version does not have.
-        left_out: files and folders (with a slash) of the model folder that are not published.
-        num_parameters: number of parameters of the model; None for a Space.
-
-    Example:
-        >>> publish("./my-tost", "me/my-tost", dry_run=True).uploaded
-    """
-
-    repo_id: str
-    commit_hash: str | None
-    url: str | None
-    uploaded: tuple[str, ...]
-    deleted: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    num_parameters: int | None = None
+REPLACED_FILES = [  # of an earlier version: what from_pretrained would load beside, or in place of, the new files
+    *(SAFE_WEIGHTS_NAME, "model-?????-of-?????.safetensors", SAFE_WEIGHTS_INDEX_NAME, "generation_config.json"),
+    *(*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "additional_chat_templates/*"),
+    *(*IMAGE_PROCESSOR_FILES, *RESULT_FILES, *{name for model_type in AUTO_MAPS for name in code_files(model_type)}),
+]
+SPACE_FILES = (CARD, "space.json", "index.html", "tost.js", "samples/*", "vendor/*", "model/*")  # of `tost-hf space`
+TEXT_SUFFIXES = (".json", ".jinja", ".md", ".txt", ".py", ".js", ".html", "")
+HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
 
 def publish(
     folder: str | os.PathLike,
     repo_id: str,
     *,
+    license: str | None = None,
+    with_code: bool = True,
+    tag: str | None = None,
     private: bool | None = None,
     revision: str | None = None,
-    tag: str | None = None,
     create_pr: bool = False,
-    dry_run: bool = False,
-    with_code: bool = True,
     token: str | None = None,
-) -> Publication:
+) -> CommitInfo:
     """Publishes a folder that `save_pretrained`, a training script or `tost-hf` wrote.
 
-    Uploaded are the configuration, weights, tokenizer or image processor, chat templates, model card with its images, license
-    and evaluation records, and this package's source files. The folder is checked first and never changed. There is a single
-    commit; an interrupted or rejected publication leaves the repository at its old commit. Files of the repository that the
-    folder lacks stay, except weights and ToST code of an earlier version.
+    The files that `prepare_upload` writes are uploaded in a single commit, which also deletes weights, tokenizer, source files
+    and so on of an earlier version; other files of the repository stay. The folder is never changed. An interrupted or
+    rejected publication leaves a repository or branch as it was, and deletes one that was created for it.
 
     Args:
-        folder: config, safetensors weights and a model card with a license; optionally tokenizer, image processor and so on.
-        repo_id: "owner/name", or "name" in the namespace of the token's user. Created if it does not exist.
+        folder: config, safetensors weights and a model card; optionally tokenizer, image processor and so on.
+        repo_id: "owner/name". Created if it does not exist.
+        license: the license of the weights, for a card that names none, or for a new card.
+        with_code: whether to publish the remote code, for `trust_remote_code=True` without this package.
+        tag: a tag for the commit, which the card's examples then pin.
         private: whether a newly created repository is private.
         revision: the branch to commit to, created from main if it does not exist.
-        tag: a tag for the commit.
         create_pr: open a pull request with the commit.
-        dry_run: check the folder and return what would be uploaded, without any request.
-        with_code: whether to publish the remote code, for `trust_remote_code=True` without this package.
         token: access token of a user with write access; by default that of the logged-in user.
 
+    Returns:
+        The commit: its `oid`, `commit_url` and, of a pull request, `pr_url`. If nothing changed, the latest one.
+
     Raises:
-        ValueError: the folder is not a complete model, contains a token of the Hub, a link out of the folder or old weights
-            beside the model's, or refers to foreign code.
+        ImportError, OSError, ValueError: as in `prepare_upload`.
         OSError: the Hub rejected the commit or could not be reached, and nothing became visible; or it rejected the tag, which
             publishing again sets.
 
     Example:
-        >>> publish("./my-tost", "me/my-tost", private=True, tag="v1").url
+        >>> publish("./my-tost", "me/my-tost", license="apache-2.0", private=True, tag="v1").commit_url
     """
-    folder = Path(folder)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary, hub_errors(repo_id):
+        files = Path(temporary, "files")
+        prepare_upload(folder, files, repo_id, license=license, tag=tag, with_code=with_code)
+        options: dict[str, Any] = {"private": private, "revision": revision, "create_pr": create_pr, "token": token}
+        return _upload(files, repo_id, tag=tag, **options)
+
+
+def prepare_upload(
+    folder: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    repo_id: str,
+    *,
+    license: str | None = None,
+    with_code: bool = True,
+    tag: str | None = None,
+) -> PreTrainedModel:
+    """Writes the files that `publish` uploads to a new folder, and loads them again to compare.
+
+    Model and tokenizer or image processor are what `from_pretrained` loads from the folder, with the dtype and the size of
+    shards of its weights. The model card is completed for the repository. Pictures that it shows, the license and results of
+    training and evaluation are copied, without the names of folders on this machine.
+
+    Args:
+        folder, repo_id, license, with_code, tag: as in `publish`.
+        output_dir: the folder to write.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ImportError: an image processor needs Pillow, which is not installed.
+        OSError: a file is missing, or `output_dir` is not empty.
+        ValueError: the model cannot be loaded without its own code, is quantized, lacks tensors or has others or NaN; its
+            output is not finite; the tokenizer does not fit; the card has no license or is an unfilled template; a text
+            contains a token of the Hub or names files of this machine; or one of the files to copy is outside the folder.
+
+    Example:
+        >>> prepare_upload("./my-tost", "./to-upload", "me/my-tost", license="apache-2.0").num_parameters()
+    """
+    source, target = Path(folder), Path(output_dir)
+    validate_repo_id(repo_id)
+    check_folder(target, overwrite=False, sources=[source])
+    config = load_config(source)
+    model, processor = load_model(source, config), load_processor(source, config)
+    run_model(model)
+    card = complete_card(source, repo_id, license=license, revision=tag, with_code=with_code)
+    with staged_folder(target) as files:
+        shards = [path for path in source.iterdir() if SHARD_NAME.fullmatch(path.name)]
+        is_sharded = shards and not (source / SAFE_WEIGHTS_NAME).is_file()
+        options: dict[str, Any] = {"max_shard_size": max(path.stat().st_size for path in shards)} if is_sharded else {}
+        model.save_pretrained(files, with_code=with_code, **options)
+        if processor is not None:
+            processor.save_pretrained(files)
+        licenses = (path.name for path in source.glob("LICENSE*"))
+        names = [name for name in (CARD, *licenses, *find_pictures(card), *RESULT_FILES) if (source / name).is_file()]
+        _copy_files(source, files, names)
+        (files / CARD).write_bytes(card.encode())
+        for path in (files / name for name in RESULT_FILES if name in names):
+            content = json.dumps(shorten_paths(read_json(path)), indent=2, ensure_ascii=False)
+            path.write_text(content + "\n", encoding="utf-8")
+        check_no_hub_token(files)
+        if paths := find_local_paths(card):
+            raise ValueError(f"The card names files of this machine, {', '.join(paths)}: leave out their folders.")
+        _check_equal(files, model, processor)
+    return model
+
+
+def _copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copies files of a folder; ValueError if one of them is outside of it, or a link that leads out of it."""
+    allowed = [root := source.resolve()]
+    if root.parent.name == "snapshots":  # of the Hub's cache, which keeps the files themselves in "blobs"
+        allowed.append(root.parents[1] / "blobs")
+    for name in names:
+        path = (source / name).resolve()
+        if not (target / name).resolve().is_relative_to(target.resolve()) or not any(map(path.is_relative_to, allowed)):
+            raise ValueError(f"{name} is, or is a link to, {path}, out of the folder {source}: replace it by a file there.")
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target / name)
+
+
+def check_no_hub_token(folder: Path) -> None:
+    """Raises ValueError if a text in the folder contains an access token of the Hub."""
+    texts = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix in TEXT_SUFFIXES]
+    matches = [path.name for path in texts if HUB_TOKEN.search(path.read_text(encoding="utf-8", errors="replace"))]
+    if matches:
+        raise ValueError(f"{', '.join(matches)} contains a token of the Hub (hf_...): remove it, and revoke it on the Hub.")
+
+
+def _check_equal(folder: Path, model: PreTrainedModel, processor: Any) -> None:
+    """Raises ValueError if what is loaded from the folder differs from the model, tokenizer or image processor saved there."""
     config = load_config(folder)
-    files = model_files(folder)
-    check_no_hub_token(files)
-    check_card(folder)
-    model, _ = check_loading(folder, files, config)
-    content = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    content.pop("auto_map", None)
-    if with_code:
-        content["auto_map"] = AUTO_MAPS[config.model_type]
-        files |= code_files(config.model_type)
-    config_json = (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
-    return _upload(
-        folder,
-        files | {CONFIG_NAME: config_json},
-        repo_id,
-        private=private,
-        revision=revision,
-        tag=tag,
-        create_pr=create_pr,
-        dry_run=dry_run,
-        token=token,
-        num_parameters=model.num_parameters(),
-    )
+    loaded, saved = load_model(folder, config).state_dict(), model.state_dict()
+    fields, saved_fields = ({**x.to_dict(), "auto_map": None, "_name_or_path": None} for x in (config, model.config))
+    is_equal = all(x.dtype == saved[name].dtype and x.equal(saved[name]) for name, x in loaded.items())
+    if not is_equal or loaded.keys() != saved.keys() or fields != saved_fields:
+        raise ValueError("The model is another one after saving and loading it: this version of transformers may not suit it.")
+    if processor is not None and _describe_processor(load_processor(folder, config)) != _describe_processor(processor):
+        raise ValueError("The tokenizer or image processor is another one after saving and loading it.")
 
 
-def publish_space(folder: str | os.PathLike, repo_id: str, **options: Any) -> Publication:
+def _describe_processor(processor: Any) -> Any:
+    """What must be equal of a tokenizer or image processor after saving and loading it."""
+    if not hasattr(processor, "get_vocab"):
+        return processor.to_dict()
+    return processor.get_vocab(), processor.special_tokens_map, processor.chat_template, processor("A few words.")["input_ids"]
+
+
+def publish_space(folder: str | os.PathLike, repo_id: str, **options: Any) -> CommitInfo:
     """Publishes a folder that `tost-hf space` wrote as a static Space, in one commit.
 
     Args:
         folder: the page.
-        repo_id, options: as in `publish`, without `with_code`.
+        repo_id, options: as in `publish`, without `license` and `with_code`.
 
     Raises:
-        ValueError: the folder is not such a page, or contains a token of the Hub or a link out of the folder.
+        ValueError: as in `prepare_space`.
         OSError: as in `publish`.
 
     Example:
-        >>> publish_space("./my-page", "me/my-page").url
+        >>> publish_space("./my-page", "me/my-page").commit_url
     """
-    folder = Path(folder)
-    files = space_files(folder)
-    check_no_hub_token(files)
-    return _upload(folder, files, repo_id, "space", **options)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary, hub_errors(repo_id):
+        prepare_space(folder, temporary)
+        return _upload(Path(temporary), repo_id, "space", **options)
 
 
-@translate_hub_errors()
+def prepare_space(folder: str | os.PathLike, output_dir: str | os.PathLike) -> None:
+    """Copies the files that `publish_space` uploads.
+
+    Raises:
+        ValueError: `tost-hf space` did not write the folder; it contains a token of the Hub, or a link out of the folder.
+    """
+    source, target = Path(folder), Path(output_dir)
+    paths = [path for pattern in SPACE_FILES for path in source.glob(pattern) if path.is_file()]
+    names = [path.relative_to(source).as_posix() for path in paths]
+    if not {CARD, "space.json", "model/export.json"} <= set(names):
+        raise ValueError(f"{source} is not a page that `tost-hf space` wrote; write one with `tost-hf space MODEL {source}`.")
+    _copy_files(source, target, names)
+    check_no_hub_token(target)
+
+
 def _upload(
     folder: Path,
-    files: Mapping[str, Path | bytes],
     repo_id: str,
     repo_type: str = "model",
     *,
+    tag: str | None = None,
     private: bool | None = None,
     revision: str | None = None,
-    tag: str | None = None,
     create_pr: bool = False,
-    dry_run: bool = False,
     token: str | None = None,
-    num_parameters: int | None = None,
-) -> Publication:
-    """Creates the repository if it does not exist, commits the files (`HfApi` uploads only changed ones) and sets the tag."""
+) -> CommitInfo:
+    """Creates the repository if it does not exist, commits the folder and sets the tag; `HfApi` sends only changed files."""
     if create_pr and (tag or revision):
         raise ValueError("A pull request (create_pr) is opened against main and not tagged; leave out revision and tag.")
-    validate_repo_id(repo_id)
-    uploaded, top_level_names = tuple(sorted(files)), {name.partition("/")[0] for name in files}
-    left_out = tuple(sorted(path.name + "/" * path.is_dir() for path in folder.iterdir() if path.name not in top_level_names))
-    if dry_run:
-        return Publication(repo_id, None, None, uploaded, (), left_out, num_parameters)
-    api = HfApi(token=token, library_name="tost_hf", library_version=__version__)
-    space_sdk = "static" if repo_type == "space" else None
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type, space_sdk=space_sdk).repo_id
-    if tag is not None and api.revision_exists(repo_id, tag, repo_type=repo_type):
+    api, kind = HfApi(token=token, library_name="tost_hf", library_version=__version__), repo_type
+    is_new_repo, is_new_branch = not api.repo_exists(repo_id, repo_type=kind), False
+    if is_new_repo:
+        api.create_repo(repo_id, repo_type=kind, private=private, space_sdk="static" if kind == "space" else None)
+    elif tag is not None and api.revision_exists(repo_id, tag, repo_type=kind):
         raise ValueError(f"{repo_id} already has the tag {tag!r}; choose another tag, or delete it first.")
-    if revision is not None:
-        api.create_branch(repo_id, branch=revision, exist_ok=True, repo_type=repo_type)
-    old_info = api.repo_info(repo_id, revision=revision, repo_type=repo_type)
-    old_names = {sibling.rfilename for sibling in getattr(old_info, "siblings", None) or []}
-    deleted = sorted(name for name in old_names - files.keys() if name in CODE_NAMES or is_weights_name(name))
-    commit = api.create_commit(
-        repo_id,
-        [*(CommitOperationAdd(name, files[name]) for name in uploaded), *map(CommitOperationDelete, deleted)],
-        commit_message=f"Publish with tost_hf {__version__}",
-        revision=revision,
-        create_pr=create_pr,
-        repo_type=repo_type,
-    )
+    try:
+        if revision is not None and not api.revision_exists(repo_id, revision, repo_type=kind):
+            api.create_branch(repo_id, branch=revision, repo_type=kind)
+            is_new_branch = True
+        paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        old_names = sorted(set(api.list_repo_files(repo_id, revision=revision, repo_type=kind)) - paths.keys())
+        deleted = filter_repo_objects(old_names, allow_patterns=REPLACED_FILES) if kind == "model" else ()
+        # not by upload_folder, which makes several commits of one folder where the upload takes minutes (with Xet)
+        commit = api.create_commit(
+            repo_id,
+            [*(CommitOperationAdd(name, path) for name, path in paths.items()), *map(CommitOperationDelete, deleted)],
+            repo_type=kind,
+            revision=revision,
+            commit_message=f"Publish with tost_hf {__version__}",
+            create_pr=create_pr,
+        )
+    except BaseException as error:
+        if not (is_new_repo or is_new_branch):
+            raise
+        created = "repository" if is_new_repo else f"branch {revision}"
+        outcome = f"The {created} that was created for it is deleted again."
+        try:
+            if is_new_repo:
+                api.delete_repo(repo_id, repo_type=kind)
+            else:
+                api.delete_branch(repo_id, branch=str(revision), repo_type=kind)
+        except Exception as second_error:  # the Hub's client raises many types
+            outcome = f"The {created} that was created for it is still there ({second_error!r})."
+        raise OSError(f"{error!r}: {repo_id} was not published. {outcome}") from error
     if tag is not None:
-        api.create_tag(repo_id, tag=tag, revision=commit.oid, repo_type=repo_type)
-    url = commit.pr_url or (commit.commit_url if commit.oid != old_info.sha else None)
-    return Publication(repo_id, commit.oid, url, uploaded, tuple(deleted), left_out, num_parameters)
+        api.create_tag(repo_id, tag=tag, revision=commit.oid, repo_type=kind)
+    return commit

@@ -15,14 +15,22 @@ from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
-from ..files import name_file_in_errors
+from ..files import name_file_in_errors, read_json
 from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
-from .cards import describe
-from .checks import check_card, load_config, model_class
-from .contents import check_no_hub_token, check_references, model_files
-from .loading import NUM_TOKENS, check_loading, resolve_model_folder
-from .records import CARD, load_card
+from .cards import check_card, describe
+from .loading import (
+    NUM_TOKENS,
+    load_config,
+    load_model,
+    load_processor,
+    model_class,
+    read_config,
+    resolve_model_folder,
+    run_model,
+)
+from .publishing import check_no_hub_token
+from .results import CARD, load_card
 
 
 # of logits with and without a cache, in their standard deviations
@@ -41,10 +49,10 @@ class Check:
 def verify(source: str | os.PathLike, *, revision: str | None = None, token: str | None = None) -> list[Check]:
     """Checks a model folder, or a repository of the Hub after downloading it; with HF_HUB_OFFLINE, what the cache contains.
 
-    Compares the hashes of downloaded files with the Hub's listing, except offline; checks the configuration, the code, the
-    card's metadata (a repository's also by the Hub), and the tensors' names, shapes and values; loads the model, from the
-    files that `publish` sends and no others, with this package's code, never with remote code, and runs it: a language model
-    must generate the same tokens with and without its cache, a vision model must return finite logits.
+    Of a repository it compares the hashes of its files with the Hub's listing, except offline. It checks the configuration,
+    compares the code with this version's, and loads model and tokenizer or image processor as `from_pretrained` does, never
+    with remote code. The model's output must be finite, a language model's the same with and without its cache. The card must
+    be one that can be published.
 
     Returns:
         One `Check` for each of these; the source is valid if all of them passed.
@@ -57,27 +65,23 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
     """
     folder = resolve_model_folder(source, revision, token)
     is_repository = not os.path.isdir(source)
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    checks: list[Check] = []
-
-    def check(name: str, run: Callable[[], str]) -> bool:
-        try:
-            checks.append(Check(name, True, run()))
-        except Exception as error:  # a damaged folder may raise exceptions of any type
-            prefix = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-            checks.append(Check(name, False, f"{prefix}{error}"))
-        return checks[-1].passed
-
+    checks: dict[str, Callable[[], str]] = {
+        "files": lambda: _check_files(folder),
+        "config": lambda: _check_config(folder),
+        "code": lambda: _check_code(folder),
+        "model": lambda: _check_model(folder),
+        "card": lambda: _check_card(folder, online=is_repository),
+    }
     if is_repository:
-        check("hashes", lambda: _check_hashes(str(source), folder, token))
-    check("files", lambda: _check_files(files))
-    # if the configuration may refer to foreign code, the model is not built
-    if check("config", lambda: _check_config(folder, files)):
-        config = load_config(folder)
-        check("code", lambda: _check_code(folder, config))
-        check("model", lambda: _run(folder, config))
-    check("card", lambda: _check_card(folder, online=is_repository))
-    return checks
+        checks = {"hashes": lambda: _check_hashes(str(source), folder, token)} | checks
+    return [_run_check(name, check) for name, check in checks.items()]
+
+
+def _run_check(name: str, check: Callable[[], str]) -> Check:
+    try:
+        return Check(name, True, check())
+    except Exception as error:  # a damaged folder may raise exceptions of any type
+        return Check(name, False, str(error) if isinstance(error, ValueError | OSError) else repr(error))
 
 
 def _check_hashes(repo_id: str, folder: Path, token: str | None) -> str:
@@ -91,21 +95,30 @@ def _check_hashes(repo_id: str, folder: Path, token: str | None) -> str:
     return f"{result.checked_count} files have the hashes that the repository lists"
 
 
-def _check_files(files: dict[str, Path]) -> str:
-    check_no_hub_token(files)
-    return f"{len(files)} files, no token of the Hub"
+def _check_files(folder: Path) -> str:
+    check_no_hub_token(folder)
+    return f"{sum(path.is_file() for path in folder.rglob('*'))} files, no token of the Hub"
 
 
-def _check_config(folder: Path, files: dict[str, Path]) -> str:
-    check_references(files)
-    config = load_config(folder)
+def _check_config(folder: Path) -> str:
+    config, unknown = read_config(folder)
+    if unknown:
+        raise ValueError(
+            f"config.json has keys that {type(config).__name__} does not know, {', '.join(unknown)}: transformers may load "
+            "code or files that they name. Publishing drops them."
+        )
     return f"{model_class(config).__name__}, {config.num_hidden_layers} layers of width {config.hidden_size}"
 
 
-def _run(folder: Path, config: PreTrainedConfig) -> str:
-    model, output = check_loading(folder, model_files(folder), config)
-    generated = f"; {_generate(model, config)}" if model.can_generate() else ""
-    return f"{model.num_parameters():,} parameters, all finite; {output}{generated}"
+def _check_model(folder: Path) -> str:
+    config, _ = read_config(folder)
+    model = load_model(folder, config)
+    results = [f"{model.num_parameters():,} parameters, all finite", run_model(model)]
+    if model.can_generate():
+        results.append(_generate(model, config))
+    if (processor := load_processor(folder, config)) is not None:
+        results.append(f"{type(processor).__name__} loads")
+    return "; ".join(results)
 
 
 def _generate(model: Any, config: PreTrainedConfig) -> str:
@@ -126,14 +139,15 @@ def _generate(model: Any, config: PreTrainedConfig) -> str:
     return f"generates {num_tokens} tokens, with the logits that it has without its cache"
 
 
-def _check_code(folder: Path, config: PreTrainedConfig) -> str:
+def _check_code(folder: Path) -> str:
     code = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
-    auto_map = getattr(config, "auto_map", None)
-    if not auto_map and not code:
+    content = read_json(folder / CONFIG_NAME)
+    auto_maps = {path.name: read_json(path).get("auto_map") for path in sorted(folder.glob("*config.json"))}
+    if not code and not any(auto_maps.values()):
         return "no remote code: loads where tost_hf is installed"
-    if auto_map != AUTO_MAPS[config.model_type] or code != {
-        name: path.read_bytes() for name, path in code_files(config.model_type).items()
-    }:
+    model_type = str(content.get("model_type"))
+    expected = {name: path.read_bytes() for name, path in code_files(model_type).items()} if model_type in AUTO_MAPS else {}
+    if auto_maps.pop(CONFIG_NAME) != AUTO_MAPS.get(model_type) or any(auto_maps.values()) or code != expected:
         raise ValueError(
             f"Its code is not that of tost_hf {__version__}: another version wrote it, or it was changed. Read it before you "
             "set trust_remote_code, or publish the model again."
@@ -142,7 +156,7 @@ def _check_code(folder: Path, config: PreTrainedConfig) -> str:
 
 
 def _check_card(folder: Path, online: bool) -> str:
-    card = check_card(folder)
+    card = check_card(folder / CARD)
     if online:
         with contextlib.suppress(OfflineModeIsEnabled):
             card.validate(repo_type="model")
@@ -150,29 +164,28 @@ def _check_card(folder: Path, online: bool) -> str:
 
 
 def info(source: str | os.PathLike, *, revision: str | None = None, token: str | None = None) -> dict[str, str]:
-    """Facts about a model folder or repository, for `tost-hf info`; of a repository only small files are downloaded.
+    """Describes a model folder or repository, for `tost-hf info`; of a repository only small files are downloaded.
 
     Returns:
         Displayed names and values. Without access to the Hub, the weights are those in the cache.
     """
-    facts = {}
+    description = {}
     folder = resolve_model_folder(source, revision, token, only_description=True)
     sizes = {path.name: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
     if not os.path.isdir(source):
-        facts["repository"] = f"{source} at {folder.name}"
+        description["repository"] = f"{source} at {folder.name}"
         with contextlib.suppress(HTTPError, OfflineModeIsEnabled):  # without the Hub, of what the cache contains
             hub_info = HfApi(token=token).model_info(str(source), revision=folder.name, files_metadata=True)
-            facts["repository"] += ", private" if hub_info.private else ""
+            description["repository"] += ", private" if hub_info.private else ""
             file_sizes = {sibling.rfilename: sibling.size or 0 for sibling in hub_info.siblings or []}
             sizes = {name: size for name, size in file_sizes.items() if name.endswith(".safetensors")}
     config = load_config(folder)
-    facts["model"] = model_class(config).__name__
+    description["model"] = model_class(config).__name__
     with name_file_in_errors(folder / CONFIG_NAME):
-        facts |= describe(config)
-    facts["weights"] = ", ".join(f"{name} ({size:,} bytes)" for name, size in sizes.items())
-    facts["code"] = (
-        "included (trust_remote_code works)" if getattr(config, "auto_map", None) else "not included (needs tost_hf)"
-    )
+        description |= describe(config)
+    description["weights"] = ", ".join(f"{name} ({size:,} bytes)" for name, size in sizes.items())
+    has_code = bool(getattr(config, "auto_map", None))
+    description["code"] = "included (trust_remote_code works)" if has_code else "not included (needs tost_hf)"
     if (folder / CARD).is_file():
-        facts["license"] = str(load_card(folder / CARD).data.get("license") or "not named")
-    return facts
+        description["license"] = str(load_card(folder / CARD).data.get("license") or "not named")
+    return description

@@ -16,8 +16,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME
 
 from ..extras import require
 from ..files import name_file_in_errors, staged_folder
-from ..hub.checks import load_config
-from ..hub.loading import load_model, resolve_model_folder
+from ..hub.loading import load_config, load_model, resolve_model_folder
 from ..image_processing import convert_image, make_image_processor
 from ..model.configuration_tost import ToSTConfig
 from ..model.modeling_tost_vision import ToSTVisionPatchEmbeddings
@@ -114,7 +113,7 @@ def inspect_path(
     is checked before the model is loaded.
     """
     folder = resolve_model_folder(model)
-    config = load_config(folder, trust_remote_code)
+    config = load_config(folder)
     content = _read_input(config, input, image_size, max_tokens)
     source, processor_or_tokenizer = os.fspath(folder if processor is None else processor), None
     with name_file_in_errors(Path(source)):

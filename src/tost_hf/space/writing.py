@@ -14,10 +14,8 @@ from transformers.utils import IMAGE_PROCESSOR_NAME
 from ..export import export_model
 from ..extras import require
 from ..files import check_folder, staged_folder
-from ..hub.checks import load_config, parameter_count
-from ..hub.contents import TOKENIZER_FILES
-from ..hub.loading import resolve_model_folder
-from ..hub.records import CARD, load_card
+from ..hub.loading import TOKENIZER_FILES, empty_model, has_file, load_config, resolve_model_folder
+from ..hub.results import CARD, load_card
 from ..image_processing import make_image_processor
 from ..interpret.plots import head_style
 from ..model.configuration_tost_vision import ToSTVisionConfig
@@ -81,7 +79,7 @@ def write_space(
         raise ValueError(f"{model} is a {architecture}; the page runs {' and '.join(MODEL_KINDS)}.")
     metadata: dict[str, Any] = {
         "title": title or Path(model).resolve().name,
-        "about": f"{architecture}, {parameter_count(config):,} parameters, {dtype}",
+        "about": f"{architecture}, {empty_model(config).num_parameters():,} parameters, {dtype}",
         "kind": MODEL_KINDS[architecture],
         "version": __version__,
         "depth": config.num_hidden_layers,
@@ -90,7 +88,7 @@ def write_space(
     }
     if isinstance(config, ToSTVisionConfig):
         metadata |= {"image": _read_preprocessing(config, source), "samples": SAMPLES}
-    elif tokenizer is None and not any((source / name).is_file() for name in TOKENIZER_FILES):
+    elif tokenizer is None and not has_file(source, TOKENIZER_FILES):
         raise ValueError(f"{source} has no tokenizer, which the page needs: name one (--tokenizer).")
     else:
         metadata["prompt"] = _find_prompt(source)

@@ -8,7 +8,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from ..files import is_weights_name, staged_file
 from ..hub.cards import build_card, is_hub_id, save_card
-from ..hub.records import CARD
+from ..hub.results import CARD
 from ..model.base_tost import AUTO_MAPS, ToSTBaseModel, code_files
 from .checkpoints import output_folder
 
