@@ -1,4 +1,4 @@
-"""Model cards: contents from the folder, existing cards are not overwritten, the committed cards are current."""
+"""Model cards: contents from the folder, existing cards are not overwritten, what is published, examples that run."""
 
 import json
 import math
@@ -11,15 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import small_vision_config
-from hub_clients import language_model, save_tokenizer
+from hub_clients import contents, language_model, save_tokenizer
 from huggingface_hub import ModelCard
+from PIL import Image
 from safetensors import safe_open
 
 import tost_hf
 from tost_hf import cli
-from tost_hf.hub.cards import PRESET_CARDS, build_card, complete_card, preset_card, write_card
-from tost_hf.hub.records import load_card
+from tost_hf.cache_files import state_bytes
+from tost_hf.hub.cards import build_card, complete_card, describe, write_card
+from tost_hf.hub.results import load_card
 from tost_hf.image_processing import make_image_processor
+from tost_hf.model.configuration_tost import PRESETS
+from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 
 
 ROOT = Path(__file__).parents[1]
@@ -100,41 +104,21 @@ def labeled_folder(tmp_path):
     return tmp_path / "images"
 
 
-# The cards of the paper's sizes ---------------------------------------------------------------------------------------
-
-
-def test_committed_cards_are_current(tmp_path):
-    assert cli.main(["card", str(tmp_path / "new"), "--presets"]) == 0
-    cards = {path.name: path.read_text() for path in (tmp_path / "new").iterdir()}
-    assert cards == {path.name: path.read_text() for path in (ROOT / "model_cards").glob("*.md")}
-    assert cards.keys() == {f"{name}.md" for name in PRESET_CARDS}
-    assert all(len(text.splitlines()) <= 45 for text in cards.values())
-
-
-def test_existing_preset_cards_are_not_overwritten(tmp_path, capsys):
-    (tmp_path / "tost-large.md").write_text("mine")
-    assert cli.main(["card", str(tmp_path), "--presets"]) == 1
-    assert "--overwrite" in capsys.readouterr().err
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("tost-large.md", "mine")]
-    assert cli.main(["card", str(tmp_path), "--presets", "--overwrite"]) == 0
-
-
-@pytest.mark.parametrize("name", PRESET_CARDS)
-def test_preset_cards(name):
-    card = preset_card(name)
-    data = card.data.to_dict()
-    assert data["license"] == "apache-2.0" and data["library_name"] == "transformers"
-    assert data["pipeline_tag"] == ("image-classification" if "vision" in name else "text-generation")
-    assert not {"model-index", "datasets", "base_model", "metrics"} & set(data)
-    assert "no weights come with it" in card.text and "Evaluation" not in headings(card)
-    namespace = {}
+@pytest.mark.parametrize("preset", [*PRESETS, *(name for name in VISION_PRESETS if name.endswith("patch16"))])
+def test_sizes_on_the_page_of_presets(preset):
+    name = preset.removesuffix("-patch16")
+    pattern = rf"\| {name} \| (\d+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \|(?: ([\d,]+) \|)?"
+    sizes = re.findall(pattern, (ROOT / "examples/guides/presets.md").read_text())
+    if preset in PRESETS:
+        config, model_class = tost_hf.ToSTConfig.from_preset(preset), tost_hf.ToSTForCausalLM
+        state = state_bytes(config).saved
+    else:
+        config, state = tost_hf.ToSTVisionConfig.from_preset(preset, num_labels=1000), None
+        model_class = tost_hf.ToSTForImageClassification
     with torch.device("meta"):
-        for block in code_blocks(card):
-            exec(compile(block, name, "exec"), namespace)
-    parameters = f"{namespace['model'].num_parameters():,}"
-    assert f"| parameters | {parameters} |" in card.text
-    assert parameters in (ROOT / f"examples/guides/{'vision' if 'vision' in name else 'options'}.md").read_text()
-    assert f"--config_name {name}" in card.text
+        count = model_class(config).num_parameters()
+    expected = (config.num_hidden_layers, config.num_attention_heads, config.hidden_size, count, state)
+    assert sizes == [tuple("" if x is None else f"{x:,}" for x in expected)]
 
 
 # Contents from a folder -----------------------------------------------------------------------------------------------
@@ -231,8 +215,15 @@ def test_protocols_are_text_below_short_tables(bare_folder):
     ]
 
 
+def test_curves_are_shown(bare_folder):
+    assert "curves.png" not in build_card(bare_folder).text
+    (bare_folder / "curves.png").write_bytes(b"")
+    assert "![Loss by step](curves.png)" in section(build_card(bare_folder), "Training")
+
+
 def test_layers_are_counted_from_zero():
-    assert "| layers | 12; full_attention in 3, 7, 11 (counted from 0) |" in preset_card("tost-hybrid-base").text
+    config = tost_hf.ToSTConfig.from_preset("tost-hybrid-base")
+    assert describe(config)["layers"] == "12; full_attention in 3, 7, 11 (counted from 0)"
 
 
 # Damaged records ------------------------------------------------------------------------------------------------------
@@ -257,9 +248,7 @@ DAMAGED_FILES = [  # name, and text or changed fields
     ("config.json", {"dtype": "flaot32"}),
     ("config.json", {"architectures": 3}),
     ("config.json", {"model_type": ["tost"]}),
-    ("config.json", {"auto_map": 3}),
     ("config.json", {"quantization_config": "int8"}),
-    ("config.json", {"attn_implementation": 3}),
     ("trainer_state.json", {"log_history": [3]}),
     ("trainer_state.json", {"log_history": 3}),
     ("evaluation.json", {"results": 3}),
@@ -267,6 +256,7 @@ DAMAGED_FILES = [  # name, and text or changed fields
     ("evaluation.json", {"results": [{"metric_value": 3}]}),
     ("evaluation.json", {"results": [RESULT | {"command": 3}]}),
     ("evaluation.json", {"results": [{name: value for name, value in RESULT.items() if name != "metric_value"}]}),
+    ("evaluation.json", {"results": [RESULT | {"dataset_name": ["small"]}]}),
     ("run_arguments.json", {"dataset_config_name": ["small"]}),
 ]
 
@@ -305,40 +295,51 @@ def test_existing_card_is_not_overwritten(bare_folder, capsys):
     content = path.read_bytes()
     assert cli.main(["card", str(bare_folder), "--license", "apache-2.0"]) == 1
     assert "--overwrite" in capsys.readouterr().err and path.read_bytes() == content
-    publish = ["publish", str(bare_folder), "me/tiny", "--dry-run", "--license"]
-    assert cli.main([*publish, "apache-2.0"]) == 1 and "the license 'mit'" in capsys.readouterr().err
-    assert cli.main([*publish, "mit"]) == 0 and path.read_bytes() == content
     assert cli.main(["card", str(bare_folder), "--license", "apache-2.0", "--overwrite"]) == 0
     card = ModelCard.load(path)
     assert card.data.license == "apache-2.0" and "Mine" not in card.text
     assert [path.name for path in bare_folder.glob("*README*")] == ["README.md"]  # no temporary file is left
 
 
-def test_publish_completes_the_card(bare_folder, capsys):
-    """It must name a license, which a card does not have by default; a dry run leaves the folder as it was."""
-    publish = ["publish", str(bare_folder), "me/other", "--tag", "v1", "--dry-run"]
-    assert cli.main(publish) == 1 and "--license" in capsys.readouterr().err
-    assert cli.main([*publish, "--license", "mit"]) == 0 and "nothing was sent" in capsys.readouterr().out
-    assert not (bare_folder / "README.md").exists()
-    options = {"revision": "v1", "with_code": True}
-    complete_card(bare_folder, "me/other", "mit", **options)
-    card = ModelCard.load(bare_folder / "README.md")
-    assert card.data.license == "mit" and '("me/other", revision="v1", trust_remote_code=True)' in card.text
+def test_published_card(bare_folder):
+    """It must name a license, which a card does not have by default, and is for the repository; the folder's stays."""
 
-    path = write_card(bare_folder, overwrite=True)  # as a training script does, which adds a section and metadata
-    card = ModelCard.load(path)
-    card.text, card.data["datasets"] = f"{card.text.rstrip()}\n\n## Accuracy by class\n", ["me/data"]
-    card.save(path)
-    content = path.read_bytes()
-    assert cli.main(publish) == 1 and "--license" in capsys.readouterr().err
-    assert cli.main([*publish, "--license", "apache-2.0"]) == 0 and path.read_bytes() == content
-    complete_card(bare_folder, "me/other", "apache-2.0", **options)
-    card = ModelCard.load(path)
-    assert card.data.license == "apache-2.0" and card.data["datasets"] == ["me/data"]
-    assert card.text.endswith("## Accuracy by class\n") and '("me/other", revision="v1", trust_remote_code=True)' in card.text
+    def publish_card(license: str | None = None) -> ModelCard:
+        before = contents(bare_folder)
+        card = ModelCard(complete_card(bare_folder, "me/other", license=license, revision="v1"))
+        assert contents(bare_folder) == before
+        return card
+
+    with pytest.raises(ValueError, match="--license"):
+        publish_card()
+    loading = '("me/other", revision="v1", trust_remote_code=True)'
+    assert publish_card("mit").data.license == "mit" and loading in publish_card("mit").text
+    for license in (None, "mit"):
+        path = write_card(bare_folder, overwrite=True, license=license)
+        card = ModelCard.load(path)  # as a training script does, which adds a section and metadata
+        card.text, card.data["datasets"] = f"{card.text.rstrip()}\n\n## Accuracy by class\n", ["me/data"]
+        card.save(path)
+        card = publish_card("mit")
+        assert card.data.license == "mit" and card.data["datasets"] == ["me/data"]
+        assert card.text.endswith("## Accuracy by class\n") and loading in card.text
     path.write_text("---\nlibrary_name: transformers\n---\n# Mine\n")
-    complete_card(bare_folder, "me/other", "mit")
-    assert ModelCard.load(path).data.license == "mit" and ModelCard.load(path).text.strip() == "# Mine"
+    card = publish_card("mit")
+    assert card.data.license == "mit" and card.text.strip() == "# Mine"
+    with pytest.raises(ValueError, match="names no license"):
+        publish_card()
+    path.write_bytes(content := b"---\r\nlicense:   mit\r\n---\r\n\r\n# Mine\r\n")
+    assert complete_card(bare_folder, "me/other").encode() == content
+    with pytest.raises(ValueError, match="the license 'mit', not 'apache-2"):
+        publish_card("apache-2.0")
+
+
+def test_dry_run(bare_folder, capsys):
+    argv = ["publish", str(bare_folder), "me/other", "--dry-run", "--license", "mit"]
+    before = contents(bare_folder)
+    assert cli.main(argv) == 0 and contents(bare_folder) == before
+    output = capsys.readouterr().out
+    assert "# other\n" in output and "nothing was sent" in output
+    assert f"{len(before['model.safetensors']):14,} bytes  model.safetensors\n" in output and "  tssa.py\n" in output
 
 
 # Code blocks ----------------------------------------------------------------------------------------------------------
@@ -351,11 +352,30 @@ def run_blocks(card, repo_id, path):
         exec(compile(block.replace(f'"{repo_id}"', repr(str(path))), "README.md", "exec"), {})
 
 
-def test_code_blocks_with_the_package(trained_folder, labeled_folder):
-    for path in (trained_folder, labeled_folder):
+def test_examples_with_the_package(trained_folder, labeled_folder, tmp_path, monkeypatch, capsys):
+    """The text card's example prints a text that starts with its prompt, the image card's a label."""
+    monkeypatch.chdir(tmp_path)
+    Image.linear_gradient("L").save("picture.jpg")
+    for path, pattern in ((trained_folder, r"Once upon a time\S.*"), (labeled_folder, "cat|dog")):
         card = build_card(path, repo_id="me/tiny")
         assert len(code_blocks(card)) == 2
         run_blocks(card, "me/tiny", path)
+        assert re.fullmatch(pattern, capsys.readouterr().out.strip(), re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "pattern"),
+    {
+        tost_hf.ToSTForSequenceClassification: "LABEL_[01]",
+        tost_hf.ToSTForTokenClassification: r"torch\.Size\(\[1, 16, 2\]\)",
+        tost_hf.ToSTModel: r"torch\.Size\(\[1, 16, 32\]\)",
+    }.items(),
+)
+def test_examples_of_other_models(tmp_path, capsys, model_class, pattern):
+    language_model(model_class=model_class, is_causal=False, pad_token_id=0).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    run_blocks(build_card(tmp_path, repo_id="me/tiny"), "me/tiny", tmp_path)
+    assert re.fullmatch(pattern, capsys.readouterr().out.strip())
 
 
 @pytest.mark.slow

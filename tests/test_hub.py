@@ -1,9 +1,14 @@
 """Publishing and loading with the real huggingface_hub client and the `tost-hf` command, against a local Hub server."""
 
 import json
+import os
+import re
+import signal
+from functools import partial
 
 import pytest
 from hub_clients import CARD, Clients, contents, equal_outputs, language_folder, language_model, vision_folder
+from hub_server import HubError
 
 import tost_hf
 
@@ -80,12 +85,13 @@ def test_tags_are_not_moved(hub, clients, published_revisions, folder):
 def test_only_changes_are_uploaded(hub, clients, tmp_path):
     """No object is uploaded twice, no commit is made without a change, and other files of the repository stay."""
     folder = language_folder(tmp_path / "model")
-    other_files = {"adapter_model.safetensors": b"theirs", "results.json": b"{}"}
-    hub.create("tost/again", other_files | {"model-00001-of-00002.safetensors": b"old", "model.safetensors.index.json": b"{}"})
+    other_files = {"last-checkpoint/model.safetensors": b"theirs", "results.json": b"{}"}
+    old_files = {"model-00001-of-00002.safetensors", "model.safetensors.index.json", "chat_template.jinja", "tssa.py"}
+    hub.create("tost/again", other_files | dict.fromkeys(old_files, b"old"))
     clients.publish(folder, "tost/again", "--without-code")
     assert hub.files("tost/again") == contents(folder) | other_files
     head, num_requests = hub.head("tost/again"), len(hub.requests)
-    assert "all of it already" in clients.publish(folder, "tost/again", "--without-code").output
+    assert f"/commit/{head}" in clients.publish(folder, "tost/again", "--without-code").output
     assert hub.head("tost/again") == head
     (folder / "README.md").write_text(CARD + "\nMore words.\n")
     clients.publish(folder, "tost/again", "--without-code")
@@ -101,23 +107,76 @@ def test_private_repository(hub, clients, folder, expected_outputs):
     clients.command("verify", "tost/private", token=hub.token).check()
 
 
-# the client sleeps for seconds between its retries
-PUBLISH_WITHOUT_SLEEP = "import time; time.sleep = lambda seconds: None\nraise SystemExit(tost_hf.cli.main(argv))"
+# of a folder that is sent as it is; the client sleeps for seconds between its retries
+UPLOAD = """
+import shutil, time
+time.sleep = lambda seconds: None
+tost_hf.hub.publishing.prepare_upload = lambda folder, output, *args, **options: shutil.copytree(folder, output)
+raise SystemExit(tost_hf.cli.main(argv))
+"""
 
 
-@pytest.mark.parametrize("path, status", [("/preupload/", 0), ("/objects/", 0), ("/commit/", 503)])
-def test_failing_server(hub, clients, tmp_path, path, status):
-    """Reports an error and leaves the repository unchanged; a second attempt completes the publication."""
-    name = f"tost/fails-{path.strip('/')}"
-    head = hub.create(name, {"config.json": b"{}"})
-    folder = language_folder(tmp_path, seed=len(hub.repositories))  # weights that the Hub does not have
-    with hub.fail("(POST|PUT)", path, status):
-        result = clients.run(PUBLISH_WITHOUT_SLEEP, "publish", folder, name, "--without-code", token=hub.token)
-    assert result.status == 1 and "Traceback" not in result.output, result.output
-    assert result.output.count("tost-hf: error: ") == 1, result.output
-    assert hub.head(name) == head
-    clients.publish(folder, name, "--without-code")
-    assert hub.commits(name)[1] == head and hub.files(name) == contents(folder)
+@pytest.mark.parametrize("is_new", [True, False], ids=["new-repository", "old-repository"])
+def test_failing_server(hub, clients, tmp_path, monkeypatch, is_new):
+    """At each request in turn: an error; an old repository is as it was, a new one or a new branch does not exist."""
+    name, old_files = f"tost/fails-{is_new}", {} if is_new else {"config.json": b"{}"}
+    head = None if is_new else hub.create(name, old_files)
+    folder = language_folder(tmp_path, seed=50 + is_new)  # weights that the Hub does not have
+    requests: list[str] = []  # those that were answered, and the one that fails
+
+    def fail_at(number: int, request: str) -> None:
+        if request not in requests:
+            requests.append(request)
+        if requests.index(request) == number and not request.startswith("DELETE"):  # also when the client repeats it
+            raise HubError(503, "injected failure") if number % 2 else ConnectionAbortedError
+
+    argv = ("publish", folder, name, "--revision", "dev")
+    for number in range(30):
+        requests.clear()
+        monkeypatch.setattr(hub, "faults", [partial(fail_at, number)])
+        result = clients.run(UPLOAD, *argv, token=hub.token)
+        if result.status == 0:
+            break
+        assert result.output.count("tost-hf: error: ") == 1 and "Traceback" not in result.output, result.output
+        if is_new:
+            assert name not in hub.repositories, requests
+        else:
+            assert hub.repositories[name].refs == {"refs/heads/main": head}, requests
+        assert ("deleted again" in result.output) == any(request.startswith("DELETE") for request in requests)
+    assert number > 7 and any("/commit/" in request for request in requests), requests
+    assert hub.files(name, "dev") == contents(folder) and hub.files(name) == old_files
+
+    hub.faults.clear()
+    with hub.fail("POST", "/commit/", 403), hub.fail("DELETE", "", 403):
+        result = clients.run(UPLOAD, "publish", folder, f"{name}-2", token=hub.token)
+    assert result.status == 1 and "repository that was created for it is still there" in result.output, result.output
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new-repository", "old-repository"])
+def test_killed_publication(hub, clients, tmp_path, monkeypatch, is_new):
+    """At five moments: an old repository is as it was, a new one is empty; so is the folder as it was."""
+    name, old_files = f"tost/killed-{is_new}", {} if is_new else {"config.json": b"{}"}
+    head = None if is_new else hub.create(name, old_files)
+    folder = language_folder(tmp_path, seed=60 + is_new)
+    before, argv = contents(folder), ("publish", folder, name, "--tag", "v1", "--without-code")
+
+    def kill_at(moment: str, request: str) -> None:
+        if re.search(moment, request):
+            os.kill(client.pid, signal.SIGKILL)
+            raise ConnectionAbortedError
+
+    for moment in (f"GET /api/models/{name}", "/preupload/", "/objects/batch", "PUT /objects/", "/commit/"):
+        monkeypatch.setattr(hub, "faults", [partial(kill_at, moment)])
+        client = clients.start("raise SystemExit(tost_hf.cli.main(argv))", *argv, token=hub.token)
+        assert clients.wait(client).status == -signal.SIGKILL
+        assert contents(folder) == before
+        if is_new:
+            assert name not in hub.repositories or hub.files(name) == {}
+        else:
+            assert hub.repositories[name].refs == {"refs/heads/main": head}
+    hub.faults.clear()
+    clients.publish(*argv[1:])
+    assert hub.files(name, "v1") == hub.files(name) == before
 
 
 @pytest.mark.parametrize("token", [None, "hf_" + "0" * 34])
@@ -169,8 +228,7 @@ AutoTokenizer.from_pretrained(argv[0])
 RESOLVE = (
     FROM_PRETRAINED
     + """
-from tost_hf.hub.checks import load_config
-from tost_hf.hub.loading import load_model, resolve_model_folder
+from tost_hf.hub.loading import load_config, load_model, resolve_model_folder
 folder = resolve_model_folder(argv[0])
 loaded = load_model(folder, load_config(folder)).state_dict()
 assert loaded.keys() == model.state_dict().keys() and all(x.equal(loaded[name]) for name, x in model.state_dict().items())
@@ -196,5 +254,5 @@ def test_offline_with_a_filled_cache(hub, clients, folder, tmp_path):
         size = (folder / "model.safetensors").stat().st_size
         assert f"tost/offline at {head}" in output and f"model.safetensors ({size:,} bytes)" in output
         failure = offline.command("verify", "tost/nowhere")
-        assert failure.status == 1 and "no folder 'tost/nowhere', and the Hub cannot be asked" in failure.output
+        assert failure.status == 1 and "'tost/nowhere' is no folder here, and the Hub could not" in failure.output
         assert len(hub.requests) == num_requests

@@ -40,7 +40,7 @@ PAGES = (
     "examples/README.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "examples/benchmarks").glob("*.md")),
     "examples/research/lra/README.md",
-    "model_cards/trained/README.md",
+    "model_cards/README.md",
     *GUIDES,
 )
 WORKFLOWS = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / ".github/workflows").glob("*.yml")))

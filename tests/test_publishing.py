@@ -266,10 +266,18 @@ def test_dtype_and_size_of_shards(tmp_path, dtype):
     for write, auto_class in ((language_folder, AutoModelForCausalLM), (vision_folder, AutoModelForImageClassification)):
         source, output = write(tmp_path / auto_class.__name__), tmp_path / f"{auto_class.__name__}-upload"
         model = auto_class.from_pretrained(source, dtype=dtype)
+        model.save_pretrained(source)
+        prepare_upload(source, output, "me/model", with_code=False)
+        assert contents(output) == contents(source)
+
         (source / WEIGHTS).unlink()
         model.save_pretrained(source, max_shard_size="20KB")
-        prepare_upload(source, output, "me/model", with_code=False)
-        assert contents(output) == contents(source) and INDEX in contents(output)
+        prepare_upload(source, tmp_path / f"{auto_class.__name__}-shards", "me/model", with_code=False)
+        sizes, old_sizes = (
+            [path.stat().st_size for path in folder.glob("model-*.safetensors")]
+            for folder in (tmp_path / f"{auto_class.__name__}-shards", source)
+        )
+        assert len(old_sizes) <= len(sizes) <= len(old_sizes) + 1 and max(sizes) < 1.05 * max(old_sizes)
 
 
 def test_nothing_local_is_published(folder, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from hub_clients import contents
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,6 +27,7 @@ import training_runs
 from scripting import override_config
 
 from tost_hf import ToSTForImageClassification, ToSTVisionConfig
+from tost_hf.hub import prepare_upload
 from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
 
 
@@ -49,17 +51,19 @@ def test_models_of_a_size_have_as_many_parameters(size, text_parameters, image_p
         assert classifier.num_parameters() == pytest.approx(image_parameters, rel=0.02)
 
 
-def check_published_files(output: Path, hub: Path) -> None:
-    """The weights are those of the last checkpoint in bfloat16; the copy has the files that publishing would upload."""
+def check_published_files(output: Path) -> dict[str, bytes]:
+    """The weights are those of the last checkpoint in bfloat16; what is published names no folder of this machine."""
     stored, float32 = (load_file(folder / "model.safetensors") for folder in (output, next(output.glob("checkpoint-*"))))
     assert {weight.dtype for weight in float32.values() if weight.is_floating_point()} == {torch.float32}
     assert torch.bfloat16 in {weight.dtype for weight in stored.values()}
     for name, weight in stored.items():
         torch.testing.assert_close(weight, float32[name].to(weight.dtype), rtol=0, atol=0)
-    names = {file.name for file in hub.rglob("*")}
-    assert {"config.json", "model.safetensors", "README.md", "evaluation.json"} <= names
-    assert not {"training_args.bin", "optimizer.pt"} & names
-    assert (hub / "model.safetensors").read_bytes() == (output / "model.safetensors").read_bytes()
+    prepare_upload(output, output.with_name("upload"), "me/model", license="mit")
+    files = contents(output.with_name("upload"))
+    assert files["model.safetensors"] == (output / "model.safetensors").read_bytes()
+    assert {"run_arguments.json", "evaluation.json", "trainer_state.json", training_runs.CURVES} <= files.keys()
+    assert not [name for name, data in files.items() if str(output.parent).encode() in data]
+    return files
 
 
 def check_training_further(script, command: list[str], new_model: list[str], capsys) -> None:
@@ -119,8 +123,8 @@ def test_training_a_language_model(tmp_path, monkeypatch, capsys, model):
         Dataset.from_dict({"text": documents}).to_parquet(books / f"{split}.parquet")
     monkeypatch.setitem(train_small.SIZES, "cpu", train_small.Size(64, 4, 2, 300, 128, 2, 2, 1e-3))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    output, hub = tmp_path / "model", tmp_path / "hub"
-    command = ["--text", str(books), "--output_dir", str(output), "--model", model, "--size", "cpu", "--hub_dir", str(hub)]
+    output = tmp_path / "model"
+    command = ["--text", str(books), "--output_dir", str(output), "--model", model, "--size", "cpu"]
     for _ in range(2):  # the second run trains no steps and replaces the section
         train_small.main(command)
     assert json.loads((output / "eval_results.json").read_text())["eval_loss"] > 0
@@ -139,7 +143,7 @@ def test_training_a_language_model(tmp_path, monkeypatch, capsys, model):
         section = card[card.index(train_small.TITLE) :].strip()
         printed = io.StringIO(capsys.readouterr().out, newline=None).read()  # with the newlines that reading a file gives
         assert section in printed
-        check_published_files(output, hub)
+        check_published_files(output)
 
     check_training_further(train_small, command, ["--model", "mamba2" if model == "gpt2" else "gpt2"], capsys)
     assert (tmp_path / "model-further/tokenizer.json").read_bytes() == (output / "tokenizer.json").read_bytes()
@@ -151,11 +155,11 @@ def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsy
     size = replace(train_small_images.SIZES["cpu"], model=tiny, layers=1, image_size=16, batch=8, steps=4)
     monkeypatch.setitem(train_small_images.SIZES, "cpu", size)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    output, hub = tmp_path / "model", tmp_path / "hub"
-    command = ["--images", str(digit_folder), "--output_dir", str(output), "--hub_dir", str(hub), "--size", "cpu"]
+    output = tmp_path / "model"
+    command = ["--images", str(digit_folder), "--output_dir", str(output), "--size", "cpu"]
     for _ in range(2):  # the second run trains no steps
         train_small_images.main(command)
-    check_published_files(output, hub)
+    published = check_published_files(output)
     card = (output / "README.md").read_text()
     assert card.count(classification.TITLE) == 1
     section = card[card.index(classification.TITLE) :].strip()
@@ -165,7 +169,7 @@ def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsy
     accuracies = [float(line.split("|")[3].strip(" %")) for line in section.splitlines() if "| 10 |" in line]
     assert results["Accuracy (top-1)"] == pytest.approx(sum(accuracies) / 300)
     for name in (training_runs.CURVES, classification.CONFUSION):
-        assert (hub / name).read_bytes().startswith(b"\x89PNG") and name in section
+        assert published[name].startswith(b"\x89PNG") and f"({name})" in card
     assert (tmp_path / "model-memberships/index.html").is_file()
 
     check_training_further(train_small_images, command, ["--trunk", "xca"], capsys)

@@ -44,7 +44,7 @@ def test_results_of_the_readme():
     pattern = r"\| \[{}\].*\| ([\d.]+) (?:nats per token|% of [\d,]+ test \w+) \|"
     metrics = {BOOKS: "Loss, nats per token (sweep, context 512, stride 256)", PHOTOS: "Accuracy (top-1)", REVIEWS: "Accuracy"}
     for folder, metric in metrics.items():
-        [value] = re.findall(pattern.format(folder.name), (TRAINED / "README.md").read_text())
+        [value] = re.findall(pattern.format(folder.name), (TRAINED.parent / "README.md").read_text())
         scale, resolution = (1, 0.01) if folder == BOOKS else (100, 0.1)
         assert float(value) == pytest.approx(scale * read_evaluation(folder)[metric], abs=0.51 * resolution)
 
@@ -78,7 +78,7 @@ def test_prompts_of_a_batch_are_continued_as_alone():
 
 def test_three_best_classes_of_the_readme():
     model, processor = AutoModelForImageClassification.from_pretrained(PHOTOS, dtype=torch.float32), load_processor(PHOTOS)
-    table = (TRAINED / "README.md").read_text().partition("| photograph | three best classes |")[2].partition("\n\n")[0]
+    table = (TRAINED.parent / "README.md").read_text().partition("| photograph | three best classes |")[2].partition("\n\n")[0]
     rows = re.findall(r"\| (\w+) \| (\w+) (\d+) %, (\w+) (\d+) %, (\w+) (\d+) % \|", table)
     assert {row[0] for row in rows} == {file.stem for file in (ROOT / "examples/photos").glob("*.jpg")}
     for name, *expected in rows:
@@ -93,7 +93,7 @@ def test_three_best_classes_of_the_readme():
 def test_sentences_of_the_readme():
     """Their given and their predicted sentiment, and that reviews of any length have the same sentiment in a padded batch."""
     classify = pipeline("text-classification", model=str(REVIEWS), dtype=torch.float32)
-    rows = re.findall(r"\| (.+) \| (pos|neg) \| (pos|neg) (\d+) % \|", (TRAINED / "README.md").read_text())
+    rows = re.findall(r"\| (.+) \| (pos|neg) \| (pos|neg) (\d+) % \|", (TRAINED.parent / "README.md").read_text())
     assert len(rows) == 12 and all(given == predicted for _, given, predicted, _ in rows[:6])  # the other six are hard
     sentences = [row[0] for row in rows]
     for (_, _, label, percent), result in zip(rows, classify(sentences)):
@@ -107,7 +107,7 @@ def test_sentences_of_the_readme():
 
 def test_example_of_the_readme(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    [block] = re.findall(r"```python\n(.*?)```", (TRAINED / "README.md").read_text(), re.DOTALL)
+    [block] = re.findall(r"```python\n(.*?)```", (TRAINED.parent / "README.md").read_text(), re.DOTALL)
     exec(compile(block, "README.md", "exec"), {})
     text, sentiment, label = capsys.readouterr().out.strip().rsplit("\n", 2)
     assert text.startswith("It was a dark night, and") and (sentiment, label) == ("pos", "cat")
