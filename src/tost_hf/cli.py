@@ -111,7 +111,6 @@ def _make_parser() -> argparse.ArgumentParser:
     add_argument("--tag", help="a tag for the commit")
     add_argument("--create-pr", action="store_true", help="open a pull request instead of committing to main")
     add_argument("--dry-run", action="store_true", help="list what would be sent and show its card, without sending it")
-    add_argument("--without-code", dest="with_code", action="store_false", help="omit the code for trust_remote_code=True")
     add_argument("--license", metavar="ID", help="license of the weights, for a card that names none, or for a new one")
     add_argument("--space", action="store_true", help="FOLDER is a page that `tost-hf space` wrote; publish it as a Space")
 
@@ -207,19 +206,21 @@ def _convert(source: str, output: str, *, overwrite: bool, **vision_options: Any
     print(f"Wrote {target}")
 
 
-def _card(folder: str, **options: Any) -> None:
+def _card(folder: str, *, overwrite: bool, **options: Any) -> None:
     """Writes README.md from the files of the folder: configuration, weights, results of training and evaluation.
 
     It leaves out what the files do not state. An existing card is replaced only with --overwrite.
     """
-    from .hub.cards import write_card
+    from .files import check_file
+    from .hub.cards import CARD, build_card, save_card
 
-    print(f"Wrote {write_card(folder, **options)}")
+    path = Path(folder, CARD)
+    check_file(path, overwrite)
+    save_card(build_card(folder, **options), path)
+    print(f"Wrote {path}")
 
 
-def _publish(
-    folder: str, repo_id: str, *, license: str | None, space: bool, dry_run: bool, with_code: bool, **options: Any
-) -> None:
+def _publish(folder: str, repo_id: str, *, license: str | None, space: bool, dry_run: bool, **options: Any) -> None:
     """Loads a model, checks and saves it again with its tokenizer, card and results, and uploads that in one commit.
 
     If it is interrupted, the repository is unchanged; run it again. Other files of the folder are not sent. It rejects tokens
@@ -235,7 +236,7 @@ def _publish(
             if space:
                 prepare_space(folder, files)
             else:
-                prepare_upload(folder, files, repo_id, license=license, tag=options["tag"], with_code=with_code)
+                prepare_upload(folder, files, repo_id, license=license, tag=options["tag"])
             print((files / "README.md").read_text(encoding="utf-8"))
             for path in sorted(filter(Path.is_file, files.rglob("*"))):
                 print(f"{path.stat().st_size:14,} bytes  {path.relative_to(files).as_posix()}")
@@ -244,7 +245,7 @@ def _publish(
     if space:
         commit = publish_space(folder, repo_id, **options)
     else:
-        commit = publish(folder, repo_id, license=license, with_code=with_code, **options)
+        commit = publish(folder, repo_id, license=license, **options)
     print(f"Published: {commit.pr_url or commit.commit_url}")
 
 

@@ -38,7 +38,6 @@ def publish(
     repo_id: str,
     *,
     license: str | None = None,
-    with_code: bool = True,
     tag: str | None = None,
     private: bool | None = None,
     revision: str | None = None,
@@ -55,7 +54,6 @@ def publish(
         folder: config, safetensors weights and a model card; optionally tokenizer, image processor and so on.
         repo_id: "owner/name". Created if it does not exist.
         license: the license of the weights, for a card that names none, or for a new card.
-        with_code: whether to publish the remote code, for `trust_remote_code=True` without this package.
         tag: a tag for the commit, which the card's examples then pin.
         private: whether a newly created repository is private.
         revision: the branch to commit to, created from main if it does not exist.
@@ -75,7 +73,7 @@ def publish(
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary, hub_errors(repo_id):
         files = Path(temporary, "files")
-        prepare_upload(folder, files, repo_id, license=license, tag=tag, with_code=with_code)
+        prepare_upload(folder, files, repo_id, license=license, tag=tag)
         options: dict[str, Any] = {"private": private, "revision": revision, "create_pr": create_pr, "token": token}
         return _upload(files, repo_id, tag=tag, **options)
 
@@ -86,7 +84,6 @@ def prepare_upload(
     repo_id: str,
     *,
     license: str | None = None,
-    with_code: bool = True,
     tag: str | None = None,
 ) -> PreTrainedModel:
     """Writes the files that `publish` uploads to a new folder, and loads them again to compare.
@@ -96,7 +93,7 @@ def prepare_upload(
     training and evaluation are copied, without the names of folders on this machine.
 
     Args:
-        folder, repo_id, license, with_code, tag: as in `publish`.
+        folder, repo_id, license, tag: as in `publish`.
         output_dir: the folder to write.
 
     Returns:
@@ -118,12 +115,12 @@ def prepare_upload(
     config = load_config(source)
     model, processor = load_model(source, config), load_processor(source, config)
     run_model(model)
-    card = complete_card(source, repo_id, license=license, revision=tag, with_code=with_code)
+    card = complete_card(source, repo_id, license=license, revision=tag)
     with staged_folder(target) as files:
         shards = [path for path in source.iterdir() if SHARD_NAME.fullmatch(path.name)]
         is_sharded = shards and not (source / SAFE_WEIGHTS_NAME).is_file()
         options: dict[str, Any] = {"max_shard_size": max(path.stat().st_size for path in shards)} if is_sharded else {}
-        model.save_pretrained(files, with_code=with_code, **options)
+        model.save_pretrained(files, with_code=True, **options)
         if processor is not None:
             processor.save_pretrained(files)
         licenses = (path.name for path in source.glob("LICENSE*"))
@@ -185,7 +182,7 @@ def publish_space(folder: str | os.PathLike, repo_id: str, **options: Any) -> Co
 
     Args:
         folder: the page.
-        repo_id, options: as in `publish`, without `license` and `with_code`.
+        repo_id, options: as in `publish`, without `license`.
 
     Raises:
         ValueError: as in `prepare_space`.

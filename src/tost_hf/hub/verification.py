@@ -140,14 +140,13 @@ def _generate(model: Any, config: PreTrainedConfig) -> str:
 
 
 def _check_code(folder: Path) -> str:
-    code = {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
-    content = read_json(folder / CONFIG_NAME)
-    auto_maps = {path.name: read_json(path).get("auto_map") for path in sorted(folder.glob("*config.json"))}
-    if not code and not any(auto_maps.values()):
+    code = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.py")}
+    auto_maps = [x for path in sorted(folder.glob("*config.json")) if (x := read_json(path).get("auto_map"))]
+    if not code and not auto_maps:
         return "no remote code: loads where tost_hf is installed"
-    model_type = str(content.get("model_type"))
-    expected = {name: path.read_bytes() for name, path in code_files(model_type).items()} if model_type in AUTO_MAPS else {}
-    if auto_maps.pop(CONFIG_NAME) != AUTO_MAPS.get(model_type) or any(auto_maps.values()) or code != expected:
+    model_type = read_config(folder)[0].model_type
+    expected = {name: path.read_bytes() for name, path in code_files(model_type).items()}
+    if auto_maps != [AUTO_MAPS[model_type]] or code != expected:
         raise ValueError(
             f"Its code is not that of tost_hf {__version__}: another version wrote it, or it was changed. Read it before you "
             "set trust_remote_code, or publish the model again."
