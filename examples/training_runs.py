@@ -275,12 +275,10 @@ def record_run(trainer: Trainer, model_args, data_args, is_resumed: bool = False
     if is_resumed and file.is_file():
         earlier_commands = json.loads(file.read_text(encoding="utf-8"))["command"].splitlines()
         command = "\n".join(dict.fromkeys([*earlier_commands, command]))
-    run_arguments = {
-        "command": command,
-        "dataset_name": data_args.dataset_name,
-        "dataset_config_name": data_args.dataset_config_name,
-        "model_name_or_path": model_args.model_name_or_path,
-    }
+    names = {"dataset_name": data_args.dataset_name, "model_name_or_path": model_args.model_name_or_path}
+    # folders are named by their last part, so that nobody takes them for repositories of the Hub
+    names = {key: Path(name).resolve().name if os.path.exists(name) else name for key, name in names.items() if name}
+    run_arguments = {"command": command, "dataset_config_name": data_args.dataset_config_name} | names
     with staged_file(file) as staged:
         staged.write_text(
             json.dumps({name: value for name, value in run_arguments.items() if value}, indent=2) + "\n", encoding="utf-8"

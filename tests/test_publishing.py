@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_clients import contents, language_folder, vision_folder
+from hub_clients import contents, language_folder, language_model, save_with_card, vision_folder
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
 
@@ -275,6 +275,17 @@ def test_dtype_and_size_of_shards(tmp_path, dtype):
             for folder in (tmp_path / f"{auto_class.__name__}-shards", source)
         )
         assert len(old_sizes) <= len(sizes) <= len(old_sizes) + 1 and max(sizes) < 1.05 * max(old_sizes)
+
+
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": None, "rope_parameters": {}}
+
+
+@pytest.mark.parametrize("fields", [HYBRID, {"forgetting": "token", "conv_kernel": 4}, {"tie_word_embeddings": False}])
+def test_options_are_published(tmp_path, fields):
+    source, output = tmp_path / "model", tmp_path / "upload"
+    save_with_card(language_model(**fields), source, with_code=True)
+    prepare_upload(source, output, "me/model")
+    assert contents(output) == contents(source) and all(check.passed for check in verify(output)), verify(output)
 
 
 def test_nothing_local_is_published(folder, tmp_path, monkeypatch):

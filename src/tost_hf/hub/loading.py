@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Loads models, tokenizers and image processors of a folder or repository, without running any of its code."""
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -148,7 +149,8 @@ def read_config(folder: Path) -> tuple[PreTrainedConfig, list[str]]:
             raise ValueError(f"the model is of type {fields.get('model_type')!r}, not a ToST model")
         config_class = CONFIG_CLASSES[fields["model_type"]]
         config: Any = config_class.from_dict(fields)
-        unknown = sorted(vars(config).keys() - vars(config_class()).keys() - {"auto_map", "model_type", "quantization_config"})
+        known = {field.name for field in dataclasses.fields(config)} | vars(config_class()).keys()
+        unknown = sorted(vars(config).keys() - known - {"auto_map", "model_type", "quantization_config"})
         for name in unknown:
             delattr(config, name)
         if config._attn_implementation is not None:  # never saved by transformers; it may name a kernel of the Hub

@@ -71,11 +71,12 @@ def publish(
     Example:
         >>> publish("./my-tost", "me/my-tost", license="apache-2.0", private=True, tag="v1").commit_url
     """
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary, hub_errors(repo_id):
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         files = Path(temporary, "files")
         prepare_upload(folder, files, repo_id, license=license, tag=tag)
         options: dict[str, Any] = {"private": private, "revision": revision, "create_pr": create_pr, "token": token}
-        return _upload(files, repo_id, tag=tag, **options)
+        with hub_errors(repo_id):
+            return _upload(files, repo_id, tag=tag, **options)
 
 
 def prepare_upload(
@@ -161,13 +162,19 @@ def check_no_hub_token(folder: Path) -> None:
 def _check_equal(folder: Path, model: PreTrainedModel, processor: Any) -> None:
     """Raises ValueError if what is loaded from the folder differs from the model, tokenizer or image processor saved there."""
     config = load_config(folder)
-    loaded, saved = load_model(folder, config).state_dict(), model.state_dict()
-    fields, saved_fields = ({**x.to_dict(), "auto_map": None, "_name_or_path": None} for x in (config, model.config))
+    loaded_model = load_model(folder, config)
+    loaded, saved = loaded_model.state_dict(), model.state_dict()
     is_equal = all(x.dtype == saved[name].dtype and x.equal(saved[name]) for name, x in loaded.items())
-    if not is_equal or loaded.keys() != saved.keys() or fields != saved_fields:
+    if not is_equal or loaded.keys() != saved.keys() or _describe_configs(loaded_model) != _describe_configs(model):
         raise ValueError("The model is another one after saving and loading it: this version of transformers may not suit it.")
     if processor is not None and _describe_processor(load_processor(folder, config)) != _describe_processor(processor):
         raise ValueError("The tokenizer or image processor is another one after saving and loading it.")
+
+
+def _describe_configs(model: Any) -> tuple:
+    """What must be equal of a model's configurations after saving and loading it."""
+    fields = {name: value for name, value in model.config.to_dict().items() if name not in ("auto_map", "_name_or_path")}
+    return fields, model.can_generate() and model.generation_config.to_dict()
 
 
 def _describe_processor(processor: Any) -> Any:
@@ -191,9 +198,10 @@ def publish_space(folder: str | os.PathLike, repo_id: str, **options: Any) -> Co
     Example:
         >>> publish_space("./my-page", "me/my-page").commit_url
     """
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary, hub_errors(repo_id):
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         prepare_space(folder, temporary)
-        return _upload(Path(temporary), repo_id, "space", **options)
+        with hub_errors(repo_id):
+            return _upload(Path(temporary), repo_id, "space", **options)
 
 
 def prepare_space(folder: str | os.PathLike, output_dir: str | os.PathLike) -> None:
@@ -223,6 +231,8 @@ def _upload(
     token: str | None = None,
 ) -> CommitInfo:
     """Creates the repository if it does not exist, commits the folder and sets the tag; `HfApi` sends only changed files."""
+    if "/" not in repo_id:
+        raise ValueError(f"Name the repository OWNER/NAME, with the user or organization that it belongs to, not {repo_id!r}.")
     if create_pr and (tag or revision):
         raise ValueError("A pull request (create_pr) is opened against main and not tagged; leave out revision and tag.")
     api, kind = HfApi(token=token, library_name="tost_hf", library_version=__version__), repo_type

@@ -117,10 +117,13 @@ def _last_part(path: str) -> str:
 
 
 def find_local_paths(text: str) -> list[str]:
-    """Paths in a text that exist on this machine or are in its user's home folder."""
-    matches = [match.rstrip(".,:;") for match in _LOCAL_PATH.findall(text)]
-    home = str(Path.home())
-    return [path for path in matches if path.startswith(home + "/") or (Path(path).is_absolute() and Path(path).exists())]
+    """Paths in a text that are in the user's home folder, or exist on this machine outside of folders of the system."""
+    paths = [Path(match.rstrip(".,:;")) for match in _LOCAL_PATH.findall(text)]
+    return [str(path) for path in paths if path.is_relative_to(Path.home()) or (_is_private(path) and path.exists())]
+
+
+def _is_private(path: Path) -> bool:
+    return path.is_absolute() and len(path.parts) > 2 and path.parts[1] not in ("bin", "dev", "etc", "opt", "proc", "usr")
 
 
 def load_card(path: Path) -> ModelCard:
