@@ -19,7 +19,7 @@ from tost_hf import (
 )
 from tost_hf.convert import convert_to_original
 from tost_hf.hub.cards import build_card
-from tost_hf.hub.checks import empty_model
+from tost_hf.hub.loading import empty_model
 from tost_hf.hub.verification import info
 from tost_hf.interpret import trace_model
 from tost_hf.model.layers_tost import ISTAStep
@@ -118,12 +118,16 @@ def test_card_info_trace_and_conversion(options, is_vision, words, images, tmp_p
     else:
         model, inputs = ToSTForCausalLM(small_config(**options)), {"input_ids": torch.randint(1, 97, (2, 9))}
     randomize(model).save_pretrained(tmp_path)
-    facts, card = info(tmp_path), build_card(tmp_path, license="mit").content
-    assert all(word in facts["options"] and word in card for word in words)
+    description, card = info(tmp_path), build_card(tmp_path, license="mit").content
+    assert all(word in description["options"] and word in card for word in words)
     assert ("of the MLP" in card) == ("mlp_type" not in options) and ("goes beyond the paper" in card) == (
         "forgetting" in options
     )
-    assert ("256 with every token" in card) == ("256 with every token" in facts.get("state", "")) == ("layer_types" in options)
+    assert (
+        ("256 with every token" in card)
+        == ("256 with every token" in description.get("state", ""))
+        == ("layer_types" in options)
+    )
     trace = trace_model(model, **inputs)
     torch.testing.assert_close(trace.memberships.sum(2), torch.ones_like(trace.memberships[:, :, 0]), rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match=r"the authors' format has|a model in the authors' format has mlp_type='mlp'"):

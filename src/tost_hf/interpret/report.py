@@ -44,7 +44,7 @@ h1 { font-size: 1.35rem; margin: 0 } h2 { font-size: 1.05rem; margin: 1.6rem 0 0
 .quiet, th, summary { color: var(--quiet); font-size: 0.9rem } th { font-weight: 400; text-align: left; vertical-align: top }
 img { width: 100%; display: block; border-radius: 0.4rem; background: #fff }
 table { border-collapse: collapse } td, th { padding: 0.1rem 0.8rem 0.1rem 0; overflow-wrap: normal }
-.facts td { overflow-wrap: anywhere } .numbers { width: 100%; font-variant-numeric: tabular-nums }
+.description td { overflow-wrap: anywhere } .numbers { width: 100%; font-variant-numeric: tabular-nums }
 details { border: 1px solid var(--line); border-radius: 0.4rem; padding: 0.3rem 0.7rem; margin: 0.4rem 0 }
 .text { white-space: pre-wrap; line-height: 1.9 }
 [class^=head] { padding: 0.1em 0 0.2em; background: color-mix(in srgb, var(--head)
@@ -232,25 +232,27 @@ def _write_report(
         raise ValueError("layers is empty: name at least one layer, or leave it out.")
     if isinstance(content, str):
         unit = "token"
-        trace, facts, body, figures = _inspect_text(model, processor_or_tokenizer, content, numbers, max_tokens or MAX_TOKENS)
+        trace, description, body, figures = _inspect_text(
+            model, processor_or_tokenizer, content, numbers, max_tokens or MAX_TOKENS
+        )
     else:
         unit, body = "patch", ""
-        trace, facts, figures = _inspect_image(model, processor_or_tokenizer, content, numbers, image_size)
+        trace, description, figures = _inspect_image(model, processor_or_tokenizer, content, numbers, image_size)
     terms = {name: quantities.compression_terms(trace, name) for name in quantities.NORMALIZATIONS}
     gram_layers = sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})
     grams = [quantities.subspace_gram(model, layer) for layer in gram_layers]
     figures["compression.png"] = plots.plot_compression(terms, trace.layers)
     figures["subspaces.png"] = plots.plot_subspace_grams(grams, trace.memberships.shape[2], gram_layers)
     heads, width = trace.memberships.shape[2], trace.projections[0].shape[-1]
-    facts["Layers, heads"] = f"{total} TSSA layers of {heads} heads of width {width}"
+    description["Layers, heads"] = f"{total} TSSA layers of {heads} heads of width {width}"
     others = [str(i) for i in range(model.config.num_hidden_layers) if i not in tssa_numbers]
     if others:
-        facts["Without memberships"] = f"layers {', '.join(others)}: softmax attention"
-    facts = {"Model": f"{type(model).__name__}, {model.config.name_or_path or 'built in memory'}"} | facts
+        description["Without memberships"] = f"layers {', '.join(others)}: softmax attention"
+    description = {"Model": f"{type(model).__name__}, {model.config.name_or_path or 'built in memory'}"} | description
     with staged_folder(Path(out_dir)) as folder:
         for name, figure in figures.items():
             figure.savefig(folder / name)
-        page = _render_page(facts, body, figures, _make_layer_table(trace, terms), unit)
+        page = _render_page(description, body, figures, _make_layer_table(trace, terms), unit)
         (folder / INDEX).write_text(page, encoding="utf-8")
     return [index, *(Path(out_dir, name) for name in figures)]
 
@@ -265,13 +267,13 @@ def _inspect_image(
     rows, columns = maps.shape[-2:]
     entropy = quantities.membership_entropy(trace)[0, indices].unflatten(-1, (rows, columns))
     height, width = pixel_values.shape[-2:]
-    facts = {"Pixels": f"{height} x {width}, as the model sees them", "Patches": f"{rows} x {columns}"}
+    description = {"Pixels": f"{height} x {width}, as the model sees them", "Patches": f"{rows} x {columns}"}
     if min(rows, columns) < MIN_PATCHES:
         size = 4 * MIN_PATCHES * height // rows
-        facts["Patches"] += f", too few for maps with details; --image-size {size} draws them of a larger image"
+        description["Patches"] += f", too few for maps with details; --image-size {size} draws them of a larger image"
     if trace.logits is not None:
         probability, label = trace.logits[0].softmax(-1).max(-1)
-        facts["Predicted class"] = f"{model.config.id2label[int(label)]} ({probability:.1%})"
+        description["Predicted class"] = f"{model.config.id2label[int(label)]} ({probability:.1%})"
     figures = {
         "memberships.png": plots.plot_membership_maps(maps, picture, layers),
         "strongest_heads.png": plots.plot_strongest_heads(maps, picture, layers),
@@ -280,7 +282,7 @@ def _inspect_image(
     if trace.class_attentions is not None:  # a backbone has none
         weights = quantities.class_attention_maps(trace)[0]
         figures["class_attention.png"] = plots.plot_membership_maps(weights, picture, range(len(weights)))
-    return trace, facts, figures
+    return trace, description, figures
 
 
 def load_image(model, processor, input, image_size: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -329,8 +331,8 @@ def _inspect_text(
     if trace.log_decay is not None:
         decay, half_lives = quantities.token_decay(trace)[0, indices], quantities.half_life(trace)[0, indices]
         figures["decay.png"] = plots.plot_decay(decay, half_lives, layers)
-    facts = {"Tokens": f"{shown:,}" if shown == total else f"the first {shown:,} of {total:,}"}
-    return trace, facts, _render_text(_split_text(tokenizer, input_ids[0].tolist()), maps, layers), figures
+    description = {"Tokens": f"{shown:,}" if shown == total else f"the first {shown:,} of {total:,}"}
+    return trace, description, _render_text(_split_text(tokenizer, input_ids[0].tolist()), maps, layers), figures
 
 
 def _split_text(tokenizer, ids: list[int]) -> list[str]:
@@ -380,8 +382,12 @@ def _make_layer_table(trace: ModelTrace, terms: dict) -> list[list[str]]:
     return table
 
 
-def _render_page(facts: dict[str, str], body: str, figures: dict[str, "Figure"], table: list[list[str]], unit: str) -> str:
-    facts_html = "\n".join(f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in facts.items())
+def _render_page(
+    description: dict[str, str], body: str, figures: dict[str, "Figure"], table: list[list[str]], unit: str
+) -> str:
+    description_html = "\n".join(
+        f"<tr><th>{name}</th><td>{html.escape(value)}</td></tr>" for name, value in description.items()
+    )
     header, *rows = table
     table_html = "\n".join(
         "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in row) + "</tr>"
@@ -398,7 +404,7 @@ def _render_page(facts: dict[str, str], body: str, figures: dict[str, "Figure"],
 <body><h1>Inside a ToST model</h1>
 <p class="quiet">Layers and heads are counted from 0, as in the names of the weights (layers.0).
 Select a figure to enlarge it.</p>
-<table class="facts">{facts_html}</table>
+<table class="description">{description_html}</table>
 {body}
 {figures_html}
 <h2>Numbers of each layer</h2>
