@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 @contextmanager
 def hub_errors(name: str) -> Iterator[None]:
-    """Raises OSError with a message about the folder or repository `name` in place of many errors of huggingface_hub."""
+    """Raises OSError with a message about the repository `name` in place of many errors of huggingface_hub."""
     try:
         yield
     except RepositoryNotFoundError as error:
@@ -66,7 +66,7 @@ def hub_errors(name: str) -> Iterator[None]:
     except (HfHubHTTPError, IncompleteSnapshotError):  # of a revision that does not exist, for example; they name it
         raise
     except (HTTPError, OfflineModeIsEnabled, LocalEntryNotFoundError, RuntimeError) as error:  # RuntimeError of uploads
-        raise OSError(f"{name!r} is no folder here, and the Hub could not be asked for the repository: {error!r}.") from error
+        raise OSError(f"The Hub could not be asked for the repository {name!r}: {error!r}.") from error
 
 
 def check_model_exists(

@@ -26,7 +26,8 @@ from .results import CARD, find_local_paths, shorten_paths
 REPLACED_FILES = [  # of an earlier version: what from_pretrained would load beside, or in place of, the new files
     *(SAFE_WEIGHTS_NAME, "model-?????-of-?????.safetensors", SAFE_WEIGHTS_INDEX_NAME, "generation_config.json"),
     *(*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "additional_chat_templates/*"),
-    *(*IMAGE_PROCESSOR_FILES, *RESULT_FILES, *{name for model_type in AUTO_MAPS for name in code_files(model_type)}),
+    *("adapter_config.json", "adapter_model.safetensors", *IMAGE_PROCESSOR_FILES, *RESULT_FILES),
+    *{name for model_type in AUTO_MAPS for name in code_files(model_type)},
 ]
 SPACE_FILES = (CARD, "space.json", "index.html", "tost.js", "samples/*", "vendor/*", "model/*")  # of `tost-hf space`
 TEXT_SUFFIXES = (".json", ".jinja", ".md", ".txt", ".py", ".js", ".html", "")
