@@ -319,7 +319,7 @@ def test_published_card(bare_folder):
         save_card(card, path := bare_folder / "README.md")
         card = publish_card("mit")
         assert card.data.license == "mit" and card.data["datasets"] == ["me/data"]
-        assert card.text.endswith("## Accuracy by class\n") and loading in card.text
+        assert card.text.endswith("## Accuracy by class\n") and loading in card.text and "\n# other\n" in card.text
     path.write_text("---\nlibrary_name: transformers\n---\n# Mine\n")
     card = publish_card("mit")
     assert card.data.license == "mit" and card.text.strip() == "# Mine"

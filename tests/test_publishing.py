@@ -104,6 +104,17 @@ def link_out_of_folder(path):
         path.with_name("README.md").write_text(PICTURE)
 
 
+def link_picture(name):
+    """A card that shows a file in place of curve.png, which exists; config.json has a key that ToST does not know."""
+
+    def link(path):
+        path.write_text(PICTURE.replace("curve.png", name))
+        path.with_name("curve.png").write_bytes(b"")
+        edit_file(path.with_name(CONFIG), {"evil": 1})
+
+    return link
+
+
 def write_foreign_module(path):
     path.with_name("evil.py").write_text("raise SystemExit('foreign code ran')")
     edit_file(path, {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}})
@@ -123,10 +134,14 @@ FOLDERS = {  # a file, the argument of `edit_file`, and a word of the error; Non
     "card-metadata": ("README.md", "---\nlicense: [apache\n---\n", "README.md"),
     "no-license": ("README.md", "no metadata", "license"),
     "unfilled-card": ("README.md", "---\nlicense: mit\n---\n[More Information Needed]", "unfilled"),
-    "picture-above-the-folder": ("README.md", PICTURE.replace("curve", "../target"), None),
+    "picture-above-the-folder": ("README.md", link_picture("../model/curve.png"), "out of the folder"),
+    "picture-absolute": ("README.md", link_picture(__file__.replace(".py", ".png")), None),
+    "picture-of-the-configuration": ("README.md", link_picture("config.json"), None),
+    "picture-missing": ("README.md", PICTURE, None),
     "no-config": (CONFIG, None, CONFIG),
     "config-garbage": (CONFIG, "{", "JSON"),
     "config-list": (CONFIG, "[]", "JSON object"),
+    "config-empty": (CONFIG, "{}", "type None"),
     "another-model": (CONFIG, {"model_type": "gpt2"}, "gpt2"),
     "another-class": (CONFIG, {"architectures": ["GPT2Model"]}, "GPT2Model"),
     "class-with-another-head": (CONFIG, {"architectures": ["ToSTForSequenceClassification"]}, "lacks score.weight"),

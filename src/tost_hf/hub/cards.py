@@ -23,6 +23,7 @@ from .loading import IMAGE_PROCESSOR_FILES, empty_model, has_file, load_config, 
 from .results import CARD, Results, load_card, read_results
 
 
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp")
 TEMPLATE = Path(__file__).with_name("card_template.md")
 TASKS = {  # Auto class and pipeline tag of each model class
     "ToSTForCausalLM": ("AutoModelForCausalLM", "text-generation"),
@@ -113,10 +114,11 @@ def complete_card(folder: Path, repo_id: str, *, license: str | None = None, rev
     if not card.data.get("license"):
         card.data["license"] = license
         text = str(card)
-    source = _format_source(folder.resolve().name)
+    name = folder.resolve().name  # of the card's title and in its examples
+    text = text.replace(f"\n# {name}\n", f"\n# {repo_id.rpartition('/')[2]}\n", 1)
     if revision is not None:
-        text = text.replace(_format_source(folder.resolve().name, "main"), source)
-    return text.replace(f"from_pretrained({source}", f"from_pretrained({_format_source(repo_id, revision)}")
+        text = text.replace(_format_source(name, "main"), _format_source(name))
+    return text.replace(f"from_pretrained({_format_source(name)}", f"from_pretrained({_format_source(repo_id, revision)}")
 
 
 def check_card(path: Path, license: str | None = None) -> ModelCard:
@@ -150,7 +152,9 @@ def save_card(card: ModelCard, path: Path) -> None:
 def find_pictures(card: str) -> list[str]:
     """The names of pictures in a card's text that are files, not on the web."""
     names = re.findall(r"""!\[[^\]]*\]\(([^)\s]+)|<img[^>]*?src=["']([^"']+)""", card)
-    return [name for name in dict.fromkeys("".join(pair) for pair in names) if "://" not in name]
+    return [
+        name for name in dict.fromkeys(map("".join, names)) if "://" not in name and name.lower().endswith(PICTURE_SUFFIXES)
+    ]
 
 
 def make_markdown_table(header: Sequence[str], records: Iterable[Sequence]) -> str:
