@@ -19,7 +19,7 @@ from safetensors import safe_open
 import tost_hf
 from tost_hf import cli
 from tost_hf.cache_files import state_bytes
-from tost_hf.hub.cards import build_card, complete_card, describe, save_card
+from tost_hf.hub.cards import build_card, complete_card, describe, find_pictures, save_card
 from tost_hf.hub.results import load_card
 from tost_hf.image_processing import make_image_processor
 from tost_hf.model.configuration_tost import PRESETS
@@ -320,6 +320,8 @@ def test_published_card(bare_folder):
         card = publish_card("mit")
         assert card.data.license == "mit" and card.data["datasets"] == ["me/data"]
         assert card.text.endswith("## Accuracy by class\n") and loading in card.text and "\n# other\n" in card.text
+    save_card(build_card(bare_folder, repo_id="me/other", revision="v0", license="mit"), path)
+    assert publish_card().text.count('("me/other", revision="v1"') == 2 and "v0" not in publish_card().text
     path.write_text("---\nlibrary_name: transformers\n---\n# Mine\n")
     card = publish_card("mit")
     assert card.data.license == "mit" and card.text.strip() == "# Mine"
@@ -329,6 +331,14 @@ def test_published_card(bare_folder):
     assert complete_card(bare_folder, "me/other").encode() == content
     with pytest.raises(ValueError, match="the license 'mit', not 'apache-2"):
         publish_card("apache-2.0")
+
+
+def test_pictures_of_a_card():
+    """As browsers show them; not those on the web, or within the card."""
+    markdown = "![a](a.png) ![b c](<b c.png>) ![d](d%20e.PNG 'title') ![f](f.jpg?raw=true) [![g](x/g.svg)](https://h.i/j.png)"
+    html = "<img width=9 src='k.gif'> <IMG alt='a' src = l.webp> ![m](https://n.o/p.png) ![q](data:image/png;base64,AA)"
+    expected = ["a.png", "b c.png", "d e.PNG", "f.jpg", "x/g.svg", "k.gif", "l.webp"]
+    assert find_pictures(f"{markdown}\n{html} ![r](config.json)") == expected
 
 
 def test_dry_run(bare_folder, capsys):

@@ -68,6 +68,11 @@ def test_sharded_weights(hub, clients, folder, expected_outputs, tmp_path):
 def test_tags_are_not_moved(hub, clients, published_revisions, folder):
     result = clients.command("publish", folder, "tost/tiny", "--tag", "v1", token=hub.token)
     assert result.status == 1 and "already" in result.output
+    with hub.fail("POST", "/tag/", 403):
+        result = clients.command("publish", folder, "tost/untagged", "--tag", "v1", token=hub.token)
+    assert result.status == 1 and "is published, without its tag" in result.output
+    clients.publish(folder, "tost/untagged", "--tag", "v1")
+    assert len(hub.commits("tost/untagged", "v1")) == 2
     assert [hub.head("tost/tiny", name) for name in ("v1", "main")] == [published_revisions[n][1] for n in ("v1", "main")]
 
 
@@ -75,13 +80,9 @@ def test_only_changes_are_uploaded(hub, clients, tmp_path):
     """No object is uploaded twice, no commit is made without a change, and other files of the repository stay."""
     folder = language_folder(tmp_path / "model", with_code=True)
     other_files = {"last-checkpoint/model.safetensors": b"theirs", "results.json": b"{}"}
-    old_files = {
-        "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "chat_template.jinja",
-        "adapter_config.json",
-    }
-    hub.create("tost/again", other_files | dict.fromkeys(old_files, b"old"))
+    other_files[".gitignore"] = b"training_args.bin\n"
+    old_files = dict.fromkeys(("model-00001-of-00002.safetensors", "chat_template.jinja", "adapter_config.json"), b"old")
+    hub.create("tost/again", other_files | old_files | {".gitignore": b"model.safetensors\nREADME.md\n"})
     clients.publish(folder, "tost/again")
     assert hub.files("tost/again") == contents(folder) | other_files
     head, num_requests = hub.head("tost/again"), len(hub.requests)
@@ -96,6 +97,9 @@ def test_only_changes_are_uploaded(hub, clients, tmp_path):
 def test_private_repository(hub, clients, folder, expected_outputs):
     clients.publish(folder, "tost/private", "--private")
     assert hub.repositories["tost/private"].private
+    hub.create("tost/public")
+    result = clients.command("publish", folder, "tost/public", "--private", token=hub.token)
+    assert result.status == 1 and "exists and is public" in result.output and hub.files("tost/public") == {}
     assert equal_outputs(clients.load("tost/private", token=hub.token), expected_outputs)
     assert clients.load("tost/private").status == 1
     clients.command("verify", "tost/private", token=hub.token).check()

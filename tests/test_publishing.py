@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 import tost_hf
 from tost_hf.hub import prepare_upload, verify
 from tost_hf.hub.publishing import prepare_space
+from tost_hf.hub.results import find_local_paths, shorten_paths
 from tost_hf.model.base_tost import code_files
 
 
@@ -305,7 +306,7 @@ def test_options_are_published(tmp_path, fields):
 
 def test_nothing_local_is_published(folder, tmp_path, monkeypatch):
     """Commands in results and on the card name files by their last part; a card written by hand is rejected."""
-    monkeypatch.setattr(Path, "home", lambda: Path("/home/me"))
+    monkeypatch.setenv("HOME", "/home/me")
     command = (
         f"python examples/run_clm.py --train_file '/home/me/my texts/a.txt' --output_dir {folder} --config_name tost-base"
     )
@@ -338,10 +339,37 @@ def test_nothing_local_is_published(folder, tmp_path, monkeypatch):
     assert run_arguments == {"command": f"{expected}\n{expected}", "model_name_or_path": "first"}
     assert json.loads(published["trainer_state.json"])["best_model_checkpoint"] == "checkpoint-5"
     assert expected in published["README.md"] and "the model's own; see https://a.b/c" in published["README.md"]
-    for path in ("/home/me/a.txt", folder):
-        (folder / "README.md").write_text(f"---\nlicense: mit\n---\nFrom {path}.\n")
-        with pytest.raises(ValueError, match=f"names files of this machine, {path}:"):
+    for name, path in (("README.md", "/home/me/a.txt"), ("README.md", folder), ("LICENSE", folder)):
+        (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+        (folder / name).write_text(f"---\nlicense: mit\n---\nFrom {path}.\n")
+        with pytest.raises(ValueError, match=f"{name} names files of this machine, {path}:"):
             prepare_upload(folder, tmp_path / "again", "me/model")
+
+
+TEXTS = {  # with paths, and what is published
+    "--train_file /home/me/a.txt --output_dir ../out/b": "--train_file a.txt --output_dir b",
+    "--a=/home/me/b.txt '--c=/home/me/my texts/d.txt' \"/home/me/e f\"": "--a=b.txt '--c=d.txt' \"e f\"",
+    "--files /d/a.txt,/d/b.txt text=/data/books/": "--files a.txt,b.txt text=books",
+    "it's --f '/home/me/a b/c' and host:/home/me/x": "it's --f 'c' and host:x",
+    "file:///home/me/b.txt C:\\Users\\me\\x.txt \\\\srv\\me\\y ~/z": "b.txt x.txt y z",
+    "/home/me/my models/first": "first",
+    **{
+        text: text
+        for text in (
+            "python examples/run_clm.py --model me/my-tost https://a.b/c/d?e=/f",
+            "--eos_token '</s>' '[/INST]' 90 /100, and/or 3/4, 2026/11/27, $a$/$b$, km / h, r'\\d+', x.\\alpha, \\frac{a}{b}",
+        )
+    },
+}
+
+
+def test_paths_in_texts(monkeypatch):
+    assert {text: shorten_paths(text) for text in TEXTS} == TEXTS
+    monkeypatch.setenv("HOME", "/home/me")
+    texts = "From /home/me/x. /usr/bin/env </div> data:image/png;base64,/a/" + "b" * 5000, f"({__file__}) file:///home/me/y"
+    assert [find_local_paths(text) for text in texts] == [["/home/me/x"], [__file__, "/home/me/y"]]
+    monkeypatch.setenv("HOME", "/")
+    assert find_local_paths("/or /100 /home/me/x </div>") == []
 
 
 def test_links_of_the_hub_cache(folder, tmp_path):

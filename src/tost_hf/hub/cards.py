@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
@@ -89,15 +90,10 @@ def build_card(
         run=results.run_arguments,
         training=_number_table("training", results.training),
         curves=CURVES if (folder / CURVES).is_file() else None,
-        source=_format_source(full_name, revision),
+        source=json.dumps(full_name) + (f", revision={json.dumps(revision)}" if revision else ""),
         revision=revision,
         has_processor=has_file(folder, IMAGE_PROCESSOR_FILES if is_vision else ("tokenizer_config.json",)),
     )
-
-
-def _format_source(name: str, revision: str | None = None) -> str:
-    """The arguments of `from_pretrained` in a card's examples."""
-    return json.dumps(name) + (f", revision={json.dumps(revision)}" if revision else "")
 
 
 def complete_card(folder: Path, repo_id: str, *, license: str | None = None, revision: str | None = None) -> str:
@@ -116,9 +112,9 @@ def complete_card(folder: Path, repo_id: str, *, license: str | None = None, rev
         text = str(card)
     name = folder.resolve().name  # of the card's title and in its examples
     text = text.replace(f"\n# {name}\n", f"\n# {repo_id.rpartition('/')[2]}\n", 1)
-    if revision is not None:
-        text = text.replace(_format_source(name, "main"), _format_source(name))
-    return text.replace(f"from_pretrained({_format_source(name)}", f"from_pretrained({_format_source(repo_id, revision)}")
+    loading = rf'from_pretrained\((?:{re.escape(json.dumps(name))}|{re.escape(json.dumps(repo_id))})(, revision="[^"]*")?'
+    pin = f", revision={json.dumps(revision)}" if revision else None  # or as it is
+    return re.sub(loading, lambda match: f"from_pretrained({json.dumps(repo_id)}{pin or match[1] or ''}", text)
 
 
 def check_card(path: Path, license: str | None = None) -> ModelCard:
@@ -151,10 +147,10 @@ def save_card(card: ModelCard, path: Path) -> None:
 
 def find_pictures(card: str) -> list[str]:
     """The names of pictures in a card's text that are files, not on the web."""
-    names = re.findall(r"""!\[[^\]]*\]\(([^)\s]+)|<img[^>]*?src=["']([^"']+)""", card)
-    return [
-        name for name in dict.fromkeys(map("".join, names)) if "://" not in name and name.lower().endswith(PICTURE_SUFFIXES)
-    ]
+    names = re.findall(r"!\[[^\]]*\]\(\s*(<[^>\n]+>|[^)\s]+)", card)
+    names += re.findall(r"""<img\b[^>]*?\ssrc\s*=\s*["']?([^"'\s>]+)""", card, re.IGNORECASE)
+    paths = [unquote(re.split("[?#]", name.strip("<>"))[0]) for name in names]
+    return [path for path in dict.fromkeys(paths) if ":" not in path and path.lower().endswith(PICTURE_SUFFIXES)]
 
 
 def make_markdown_table(header: Sequence[str], records: Iterable[Sequence]) -> str:
@@ -257,7 +253,7 @@ def _describe_evaluation(results: list[EvalResult]) -> str:
     for result in results:
         values = result.metric_args or {}
         seed = f"seed {values['seed']}" if "seed" in values else None
-        protocol = "; ".join(" ".join(x.split()) for x in (values.get("protocol"), seed, values.get("date")) if x)
+        protocol = "; ".join(" ".join(str(x).split()) for x in (values.get("protocol"), seed, values.get("date")) if x)
         cells = (result.metric_name or result.metric_type, result.metric_value, values.get("num_examples"), protocol)
         groups.setdefault(", ".join(filter(None, (result.dataset_name, result.dataset_split))), []).append(cells)
     blocks = []

@@ -207,19 +207,29 @@ def load_model(folder: Path, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def run_model(model: PreTrainedModel) -> str:
-    """Runs a model on a few tokens or one image and describes its output; ValueError if that has NaN or infinite values."""
+def run_model(model: PreTrainedModel, processor: Any = None) -> str:
+    """Runs a model on a few tokens or one image and describes its output.
+
+    Raises:
+        ValueError: it does not accept what its image processor returns, or its output has NaN or infinite values.
+    """
     config: Any = model.config
-    if config.model_type == "tost_vision":
+    if config.model_type == "tost_vision" and processor is not None:
+        from PIL import Image
+
+        image = Image.new("L" if config.num_channels == 1 else "RGB", (48, 32), "gray")
+        inputs = _load("The image processor", lambda: processor(image, return_tensors="pt").pixel_values.to(model.dtype))
+    elif config.model_type == "tost_vision":
         image_size = 4 * config.patch_size
         inputs = torch.linspace(-2, 2, config.num_channels * image_size**2).view(1, -1, image_size, image_size).to(model.dtype)
     else:
         num_tokens = min(NUM_TOKENS, config.max_position_embeddings)
         inputs = torch.linspace(0, config.vocab_size - 1, num_tokens).long()[None]
-    output = model(inputs)
-    if not output[0].isfinite().all():
+    output = _load(f"The model {model.name_or_path}", lambda: model(inputs, return_dict=True))
+    tensor = output.feature_maps[-1] if "feature_maps" in output else output[0]
+    if not tensor.isfinite().all():
         raise ValueError("The model's output has NaN or infinite values, although its weights are finite; do not publish it.")
-    return f"returns finite {'logits' if 'logits' in output else 'features'} of shape {tuple(output[0].shape)}"
+    return f"returns finite {'logits' if 'logits' in output else 'features'} of shape {tuple(tensor.shape)}"
 
 
 # Tokenizers and image processors --------------------------------------------------------------------------------------
@@ -276,4 +286,4 @@ def _load(name: str, load: Callable[[], T]) -> T:
         return load()
     except Exception as error:  # on a damaged file transformers and tokenizers raise exceptions of any type
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(f"{name} cannot be loaded: {reason}. Save it again with save_pretrained.") from error
+        raise ValueError(f"{name} cannot be loaded or used: {reason}. Save it again with save_pretrained.") from error

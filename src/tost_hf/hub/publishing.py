@@ -13,9 +13,10 @@ from typing import Any
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 from transformers import PreTrainedModel
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..files import RESULT_FILES, SHARD_NAME, check_folder, read_json, staged_folder
+from ..files import RESULT_FILES, SHARD_NAME, check_folder, name_file_in_errors, read_json, staged_folder
 from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
 from .cards import complete_card, find_pictures
@@ -25,13 +26,13 @@ from .results import CARD, find_local_paths, shorten_paths
 
 REPLACED_FILES = [  # of an earlier version: what from_pretrained would load beside, or in place of, the new files
     *(SAFE_WEIGHTS_NAME, "model-?????-of-?????.safetensors", SAFE_WEIGHTS_INDEX_NAME, "generation_config.json"),
-    *(*TOKENIZER_FILES, "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "additional_chat_templates/*"),
-    *("adapter_config.json", "adapter_model.safetensors", *IMAGE_PROCESSOR_FILES, *RESULT_FILES),
-    *{name for model_type in AUTO_MAPS for name in code_files(model_type)},
+    *("adapter_config.json", "adapter_model.safetensors", *IMAGE_PROCESSOR_FILES, *TOKENIZER_FILES, "tekken.json"),
+    *("tiktoken.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "additional_chat_templates/*"),
+    *(*RESULT_FILES, *{name for model_type in AUTO_MAPS for name in code_files(model_type)}),
 ]
 SPACE_FILES = (CARD, "space.json", "index.html", "tost.js", "samples/*", "vendor/*", "model/*")  # of `tost-hf space`
 TEXT_SUFFIXES = (".json", ".jinja", ".md", ".txt", ".py", ".js", ".html", "")
-HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
+HUB_TOKEN = re.compile(r"\bhf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.-]{20,})")
 
 
 def publish(
@@ -49,7 +50,8 @@ def publish(
 
     The files that `prepare_upload` writes are uploaded in a single commit, which also deletes weights, tokenizer, source files
     and so on of an earlier version; other files of the repository stay. The folder is never changed. An interrupted or
-    rejected publication leaves a repository or branch as it was, and deletes one that was created for it.
+    rejected publication leaves a repository or branch as it was, and deletes one that was created for it, unless the Hub's
+    answer was lost: then the error does not know.
 
     Args:
         folder: config, safetensors weights and a model card; optionally tokenizer, image processor and so on.
@@ -112,11 +114,11 @@ def prepare_upload(
         >>> prepare_upload("./my-tost", "./to-upload", "me/my-tost", license="apache-2.0").num_parameters()
     """
     source, target = Path(folder), Path(output_dir)
-    validate_repo_id(repo_id)
+    _check_repo_id(repo_id)
     check_folder(target, overwrite=False, sources=[source])
     config = load_config(source)
     model, processor = load_model(source, config), load_processor(source, config)
-    run_model(model)
+    run_model(model, processor)
     card = complete_card(source, repo_id, license=license, revision=tag)
     with staged_folder(target) as files:
         shards = [path for path in source.iterdir() if SHARD_NAME.fullmatch(path.name)]
@@ -126,15 +128,14 @@ def prepare_upload(
         if processor is not None:
             processor.save_pretrained(files)
         licenses = (path.name for path in source.glob("LICENSE*"))
-        names = [name for name in (CARD, *licenses, *find_pictures(card), *RESULT_FILES) if (source / name).is_file()]
+        names = [name for name in (CARD, *licenses, *find_pictures(card), *RESULT_FILES) if os.path.isfile(source / name)]
         _copy_files(source, files, names)
         (files / CARD).write_bytes(card.encode())
-        for path in (files / name for name in RESULT_FILES if name in names):
-            content = json.dumps(shorten_paths(read_json(path)), indent=2, ensure_ascii=False)
-            path.write_text(content + "\n", encoding="utf-8")
-        check_no_hub_token(files)
-        if paths := find_local_paths(card):
-            raise ValueError(f"The card names files of this machine, {', '.join(paths)}: leave out their folders.")
+        for name in filter(names.__contains__, RESULT_FILES):
+            with name_file_in_errors(source / name):
+                content = json.dumps(shorten_paths(read_json(source / name)), indent=2, ensure_ascii=False)
+            (files / name).write_text(content + "\n", encoding="utf-8")
+        check_texts(files, local_paths=True)
         _check_equal(files, model, processor)
     return model
 
@@ -152,12 +153,19 @@ def _copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
         shutil.copyfile(path, target / name)
 
 
-def check_no_hub_token(folder: Path) -> None:
-    """Raises ValueError if a text in the folder contains an access token of the Hub."""
-    texts = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix in TEXT_SUFFIXES]
-    matches = [path.name for path in texts if HUB_TOKEN.search(path.read_text(encoding="utf-8", errors="replace"))]
-    if matches:
-        raise ValueError(f"{', '.join(matches)} contains a token of the Hub (hf_...): remove it, and revoke it on the Hub.")
+def check_texts(folder: Path, *, local_paths: bool = False) -> None:
+    """Raises ValueError if a text in the folder contains an access token of the Hub, or names files of this machine.
+
+    Args:
+        local_paths: whether to look for files, other than in source files and vocabularies.
+    """
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix in TEXT_SUFFIXES):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if HUB_TOKEN.search(text):
+            raise ValueError(f"{path.name} contains a token of the Hub (hf_...): remove it, and revoke it on the Hub.")
+        is_checked = local_paths and path.suffix != ".py" and path.name not in TOKENIZER_FILES[1:]
+        if is_checked and (paths := find_local_paths(text)):
+            raise ValueError(f"{path.name} names files of this machine, {', '.join(paths)}: leave out their folders.")
 
 
 def _check_equal(folder: Path, model: PreTrainedModel, processor: Any) -> None:
@@ -217,7 +225,13 @@ def prepare_space(folder: str | os.PathLike, output_dir: str | os.PathLike) -> N
     if not {CARD, "space.json", "model/export.json"} <= set(names):
         raise ValueError(f"{source} is not a page that `tost-hf space` wrote; write one with `tost-hf space MODEL {source}`.")
     _copy_files(source, target, names)
-    check_no_hub_token(target)
+    check_texts(target)
+
+
+def _check_repo_id(repo_id: str) -> None:
+    validate_repo_id(repo_id)
+    if "/" not in repo_id:
+        raise ValueError(f"Name the repository OWNER/NAME, with the user or organization that it belongs to, not {repo_id!r}.")
 
 
 def _upload(
@@ -232,23 +246,27 @@ def _upload(
     token: str | None = None,
 ) -> CommitInfo:
     """Creates the repository if it does not exist, commits the folder and sets the tag; `HfApi` sends only changed files."""
-    if "/" not in repo_id:
-        raise ValueError(f"Name the repository OWNER/NAME, with the user or organization that it belongs to, not {repo_id!r}.")
+    _check_repo_id(repo_id)
     if create_pr and (tag or revision):
         raise ValueError("A pull request (create_pr) is opened against main and not tagged; leave out revision and tag.")
     api, kind = HfApi(token=token, library_name="tost_hf", library_version=__version__), repo_type
     is_new_repo, is_new_branch = not api.repo_exists(repo_id, repo_type=kind), False
     if is_new_repo:
         api.create_repo(repo_id, repo_type=kind, private=private, space_sdk="static" if kind == "space" else None)
-    elif tag is not None and api.revision_exists(repo_id, tag, repo_type=kind):
+    elif private and not api.repo_info(repo_id, repo_type=kind).private:
+        raise ValueError(f"{repo_id} exists and is public: make it private in its settings, or leave out --private.")
+    elif tag and api.revision_exists(repo_id, tag, repo_type=kind):
         raise ValueError(f"{repo_id} already has the tag {tag!r}; choose another tag, or delete it first.")
     try:
         if revision is not None and not api.revision_exists(repo_id, revision, repo_type=kind):
             api.create_branch(repo_id, branch=revision, repo_type=kind)
             is_new_branch = True
-        paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        new_files = sorted(path for path in folder.rglob("*") if path.is_file())
+        paths: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in new_files}
         old_names = sorted(set(api.list_repo_files(repo_id, revision=revision, repo_type=kind)) - paths.keys())
         deleted = filter_repo_objects(old_names, allow_patterns=REPLACED_FILES) if kind == "model" else ()
+        if ".gitignore" in old_names:  # the Hub would leave out, without an error, the files that it names
+            paths[".gitignore"] = f"{TRAINING_ARGS_NAME}\n".encode()
         # not by upload_folder, which makes several commits of one folder where the upload takes minutes (with Xet)
         commit = api.create_commit(
             repo_id,
@@ -271,6 +289,9 @@ def _upload(
         except Exception as second_error:  # the Hub's client raises many types
             outcome = f"The {created} that was created for it is still there ({second_error!r})."
         raise OSError(f"{error!r}: {repo_id} was not published. {outcome}") from error
-    if tag is not None:
-        api.create_tag(repo_id, tag=tag, revision=commit.oid, repo_type=kind)
+    if tag:
+        try:
+            api.create_tag(repo_id, tag=tag, revision=commit.oid, repo_type=kind)
+        except Exception as error:
+            raise OSError(f"{commit.commit_url} is published, without its tag ({error!r}): run it again.") from error
     return commit

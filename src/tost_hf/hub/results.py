@@ -2,6 +2,7 @@
 """Results of training and evaluation in a model folder, and the existing model card."""
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,10 @@ CARD = "README.md"
 
 _TRAINING_FIELDS = ("global_step", "epoch", "train_samples", "train_batch_size", "train_loss", "train_runtime")
 _FIELDS_OF_LAST_START = ("train_loss", "train_runtime")  # the others are of all parts of a resumed run
-_LOCAL_PATH = re.compile(r"""(?<![\w/.:~\\-])(?:(?:~|\.\.?)?/|[A-Za-z]:[\\/])[^\s'"`<>()\[\]]+""")
+# a path from a root or the home folder, or out of the working directory; a root's has two parts, unlike "</s>"
+_PATH_START = r"""(?<![\w/.~\\-])(?:file://)?(?:(?:~|\.\.?)/|/(?![/\s])(?=[^\s'"`<>()\[\],;:]+/)|[A-Za-z]:[\\/]|\\\\(?=[^\s\\]+\\)|\.\.\\)"""
+_LOCAL_PATH = re.compile(_PATH_START + r"""[^\s'"`<>()\[\],;:]*""")
+_QUOTED_PATH = re.compile(rf"""(['"])((?:--?[\w-]+=)?)({_PATH_START}[^'"\n]*)\1""")
 
 
 class Results(NamedTuple):
@@ -77,7 +81,7 @@ def _to_eval_result(values: dict) -> EvalResult:
 
 
 def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _is_quality(key: str) -> bool:
@@ -104,11 +108,10 @@ def shorten_paths(value: Any) -> Any:
         return [shorten_paths(item) for item in value]
     if not isinstance(value, str):
         return value
-    if _LOCAL_PATH.match(value) and "\n" not in value:  # a path, which may have spaces
+    is_path = _LOCAL_PATH.match(value) and len(_LOCAL_PATH.findall(value)) == 1
+    if is_path and not re.search(r"\n| -", value):  # alone, with spaces perhaps
         return _last_part(value)
-    value = re.sub(
-        r"'([^'\n]*)'", lambda match: f"'{_last_part(match[1])}'" if _LOCAL_PATH.match(match[1]) else match[0], value
-    )
+    value = _QUOTED_PATH.sub(lambda match: f"{match[1]}{match[2]}{_last_part(match[3])}{match[1]}", value)
     return _LOCAL_PATH.sub(lambda match: _last_part(match[0]), value)
 
 
@@ -118,12 +121,13 @@ def _last_part(path: str) -> str:
 
 def find_local_paths(text: str) -> list[str]:
     """Paths in a text that are in the user's home folder, or exist on this machine outside of folders of the system."""
-    paths = [Path(match.rstrip(".,:;")) for match in _LOCAL_PATH.findall(text)]
-    return [str(path) for path in paths if path.is_relative_to(Path.home()) or (_is_private(path) and path.exists())]
+    home = os.path.expanduser("~").rstrip("/") + "/"
+    paths = [match.removeprefix("file://").rstrip(".") for match in _LOCAL_PATH.findall(text)]
+    return [path for path in paths if (home != "/" and path.startswith(home)) or (_is_private(path) and os.path.exists(path))]
 
 
-def _is_private(path: Path) -> bool:
-    return path.is_absolute() and len(path.parts) > 2 and path.parts[1] not in ("bin", "dev", "etc", "opt", "proc", "usr")
+def _is_private(path: str) -> bool:
+    return os.path.isabs(path) and path.split("/")[1] not in ("bin", "dev", "etc", "lib", "opt", "proc", "usr")
 
 
 def load_card(path: Path) -> ModelCard:

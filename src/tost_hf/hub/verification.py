@@ -29,7 +29,7 @@ from .loading import (
     resolve_model_folder,
     run_model,
 )
-from .publishing import check_no_hub_token
+from .publishing import check_texts
 from .results import CARD, load_card
 
 
@@ -96,7 +96,7 @@ def _check_hashes(repo_id: str, folder: Path, token: str | None) -> str:
 
 
 def _check_files(folder: Path) -> str:
-    check_no_hub_token(folder)
+    check_texts(folder)
     return f"{sum(path.is_file() for path in folder.rglob('*'))} files, no token of the Hub"
 
 
@@ -113,10 +113,11 @@ def _check_config(folder: Path) -> str:
 def _check_model(folder: Path) -> str:
     config, _ = read_config(folder)
     model = load_model(folder, config)
-    results = [f"{model.num_parameters():,} parameters, all finite", run_model(model)]
+    processor = load_processor(folder, config)
+    results = [f"{model.num_parameters():,} parameters, all finite", run_model(model, processor)]
     if model.can_generate():
         results.append(_generate(model, config))
-    if (processor := load_processor(folder, config)) is not None:
+    if processor is not None:
         results.append(f"{type(processor).__name__} loads")
     return "; ".join(results)
 
@@ -124,7 +125,7 @@ def _check_model(folder: Path) -> str:
 def _generate(model: Any, config: PreTrainedConfig) -> str:
     """Compares the logits of greedy generation with and without the cache."""
     model.generation_config = GenerationConfig()  # the folder's may ask for arbitrarily long generation
-    num_tokens = min(NUM_TOKENS, config.max_position_embeddings // 2)
+    num_tokens = max(1, min(NUM_TOKENS, config.max_position_embeddings // 2))
     prompt = torch.linspace(0, config.vocab_size - 1, num_tokens).long()[None]
     options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}
     options |= {"return_dict_in_generate": True, "output_logits": True, "attention_mask": torch.ones_like(prompt)}
