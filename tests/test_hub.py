@@ -253,5 +253,5 @@ def test_offline_with_a_filled_cache(hub, clients, tmp_path):
         size = (folder / "model.safetensors").stat().st_size
         assert f"tost/offline at {head}" in output and f"model.safetensors ({size:,} bytes)" in output
         failure = offline.command("verify", "tost/nowhere")
-        assert failure.status == 1 and "could not be asked for the repository 'tost/nowhere'" in failure.output
+        assert failure.status == 1 and "could not be asked for 'tost/nowhere'" in failure.output
         assert len(hub.requests) == num_requests

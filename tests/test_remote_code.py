@@ -278,7 +278,7 @@ def test_code_runs_only_with_trust_remote_code(hub, clients, bare_clients, publi
     code = "assert type(transformers.AutoModelForCausalLM.from_pretrained(argv[0])) is tost_hf.ToSTForCausalLM"
     clients.run(code, "tost/marked").check()
     verified = clients.command("verify", "tost/marked")
-    assert verified.status == 1 and "1 of 6 checks failed" in verified.output and "code" in verified.output
+    assert verified.status == 1 and "1 of 5 checks failed" in verified.output and "code" in verified.output
     assert not marker.exists()
 
     assert equal_outputs(bare_clients.load("tost/marked", **TRUST_UNCOMPILED), expected)

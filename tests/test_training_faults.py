@@ -141,7 +141,7 @@ TEXT = [
     ({"config_name": "tost-bse"}, "The presets, of which `tost-hf init` makes one, are tost-base, "),
     ({**SCRATCH, "model_name_or_path": "tost-base"}, "`tost-hf init tost-base tost-base` writes one"),
     ({**SCRATCH, "model_name_or_path": "./absent"}, "There is no model folder './absent'"),
-    ({**SCRATCH, "model_name_or_path": "absent/model"}, "could not be asked for the repository 'absent/model'"),
+    ({**SCRATCH, "model_name_or_path": "absent/model"}, "could not be asked for 'absent/model'"),
     ({"config_name": "vision", "config_overrides": None}, "tost_vision"),
     ({"tokenizer_name": None}, "tokenizer"),
     ({"tokenizer_name": "tok"}, "Tokenizer"),

@@ -2,8 +2,8 @@
 """Hub integration: model cards, publishing in one commit, verification."""
 
 from .cards import build_card
-from .publishing import prepare_upload, publish, publish_space
+from .publishing import prepare_upload, publish, publish_space, upload
 from .verification import verify
 
 
-__all__ = ["build_card", "prepare_upload", "publish", "publish_space", "verify"]
+__all__ = ["build_card", "prepare_upload", "publish", "publish_space", "upload", "verify"]

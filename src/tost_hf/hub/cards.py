@@ -86,9 +86,9 @@ def build_card(
         description=make_markdown_table(("model", class_name), description.items()),
         evaluation=_describe_evaluation(results.evaluation),
         commands="\n".join(dict.fromkeys(filter(None, ((x.metric_args or {}).get("command") for x in results.evaluation)))),
-        training_evaluation=_number_table("metric", results.metrics),
+        training_evaluation=make_markdown_table(("metric", "value"), results.metrics.items()).replace("_", " "),
         run=results.run_arguments,
-        training=_number_table("training", results.training),
+        training=make_markdown_table(("training", "value"), results.training.items()).replace("_", " "),
         curves=CURVES if (folder / CURVES).is_file() else None,
         source=json.dumps(full_name) + (f", revision={json.dumps(revision)}" if revision else ""),
         revision=revision,
@@ -263,7 +263,3 @@ def _describe_evaluation(results: list[EvalResult]) -> str:
         blocks += [f"{dataset}:", make_markdown_table(("metric", "value", "examples", "protocol"), records)]
         blocks += ["\n".join(f"{i}. {protocol}" for protocol, i in numbers.items())] if numbers else []
     return "\n\n".join(blocks)
-
-
-def _number_table(title: str, numbers: dict[str, float]) -> str:
-    return make_markdown_table((title, "value"), [(key.replace("_", " "), x) for key, x in numbers.items()])

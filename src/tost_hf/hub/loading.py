@@ -58,15 +58,15 @@ T = TypeVar("T")
 
 @contextmanager
 def hub_errors(name: str) -> Iterator[None]:
-    """Raises OSError with a message about the repository `name` in place of many errors of huggingface_hub."""
+    """Raises OSError with a message about `name` in place of many errors of huggingface_hub."""
     try:
         yield
     except RepositoryNotFoundError as error:
-        raise FileNotFoundError(f"{name!r} is neither a folder nor a repository of the Hub that you may use.") from error
+        raise FileNotFoundError(f"{name} is neither a folder nor a repository of the Hub that you may use.") from error
     except (HfHubHTTPError, IncompleteSnapshotError):  # of a revision that does not exist, for example; they name it
         raise
     except (HTTPError, OfflineModeIsEnabled, LocalEntryNotFoundError, RuntimeError) as error:  # RuntimeError of uploads
-        raise OSError(f"The Hub could not be asked for the repository {name!r}: {error!r}.") from error
+        raise OSError(f"The Hub could not be asked for {name}: {error!r}.") from error
 
 
 def check_model_exists(
@@ -85,7 +85,7 @@ def check_model_exists(
         _check_repository_name(name)
         cached_folder = repo_folder_name(repo_id=name, repo_type="model")  # also of a tokenizer alone
         if not Path(cache_dir or HF_HUB_CACHE, cached_folder).is_dir():
-            with hub_errors(name):
+            with hub_errors(repr(name)):
                 HfApi(token=token).model_info(name, revision=revision)
 
 
@@ -119,7 +119,7 @@ def resolve_model_folder(
     if os.path.isdir(name):
         return Path(name)
     _check_repository_name(name)
-    with hub_errors(name):
+    with hub_errors(repr(name)):
         if not only_description:
             return Path(snapshot_download(name, revision=revision, token=token))
         folder = Path(hf_hub_download(name, CONFIG_NAME, revision=revision, token=token)).parent
@@ -131,10 +131,14 @@ def resolve_model_folder(
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
-def read_config(folder: Path) -> tuple[PreTrainedConfig, list[str]]:
-    """The configuration of a ToST model folder, and the keys of `config.json` that its class does not know.
+def load_config(folder: Path, *, strict: bool = False) -> PreTrainedConfig:
+    """The configuration of a ToST model folder.
 
-    Those keys are not in the configuration: transformers would follow some of them to code, kernels or other files.
+    Keys of `config.json` that its class does not know are dropped, with a warning that names them: transformers would follow
+    some of them to code, kernels or other files.
+
+    Args:
+        strict: raise an error for unknown keys.
 
     Raises:
         FileNotFoundError: the folder has no `config.json`.
@@ -157,14 +161,11 @@ def read_config(folder: Path) -> tuple[PreTrainedConfig, list[str]]:
             unknown.append("attn_implementation")
             config._attn_implementation = None
         model_class(config), config.to_dict()  # transformers does not check all types
-    return config, unknown
-
-
-def load_config(folder: Path) -> PreTrainedConfig:
-    """As `read_config`, with a warning that names unknown keys."""
-    config, unknown = read_config(folder)
     if unknown:
-        logger.warning(f"{folder / CONFIG_NAME}: {type(config).__name__} does not know {', '.join(unknown)}: dropped.")
+        message = f"{path}: {config_class.__name__} does not know {', '.join(unknown)}"
+        if strict:
+            raise ValueError(f"{message}, by which transformers may load code or files. Publishing drops them.")
+        logger.warning(f"{message}: dropped.")
     return config
 
 

@@ -36,40 +36,20 @@ HUB_TOKEN = re.compile(r"\bhf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.-]{20,})")
 
 
 def publish(
-    folder: str | os.PathLike,
-    repo_id: str,
-    *,
-    license: str | None = None,
-    tag: str | None = None,
-    private: bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    token: str | None = None,
+    folder: str | os.PathLike, repo_id: str, *, license: str | None = None, tag: str | None = None, **options: Any
 ) -> CommitInfo:
     """Publishes a folder that `save_pretrained`, a training script or `tost-hf` wrote.
 
-    The files that `prepare_upload` writes are uploaded in a single commit, which also deletes weights, tokenizer, source files
-    and so on of an earlier version; other files of the repository stay. The folder is never changed. An interrupted or
-    rejected publication leaves a repository or branch as it was, and deletes one that was created for it, unless the Hub's
-    answer was lost: then the error does not know.
+    The files that `prepare_upload` writes are uploaded by `upload` in a single commit. The folder is never changed.
 
     Args:
         folder: config, safetensors weights and a model card; optionally tokenizer, image processor and so on.
         repo_id: "owner/name". Created if it does not exist.
         license: the license of the weights, for a card that names none, or for a new card.
         tag: a tag for the commit, which the card's examples then pin.
-        private: whether a newly created repository is private.
-        revision: the branch to commit to, created from main if it does not exist.
-        create_pr: open a pull request with the commit.
-        token: access token of a user with write access; by default that of the logged-in user.
+        options: others of `upload`: `private`, `revision`, `create_pr`, `token`.
 
-    Returns:
-        The commit: its `oid`, `commit_url` and, of a pull request, `pr_url`. If nothing changed, the latest one.
-
-    Raises:
-        ImportError, OSError, ValueError: as in `prepare_upload`.
-        OSError: the Hub rejected the commit or could not be reached, and nothing became visible; or it rejected the tag, which
-            publishing again sets.
+    Returns and raises as `prepare_upload` and `upload`.
 
     Example:
         >>> publish("./my-tost", "me/my-tost", license="apache-2.0", private=True, tag="v1").commit_url
@@ -77,9 +57,7 @@ def publish(
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         files = Path(temporary, "files")
         prepare_upload(folder, files, repo_id, license=license, tag=tag)
-        options: dict[str, Any] = {"private": private, "revision": revision, "create_pr": create_pr, "token": token}
-        with hub_errors(repo_id):
-            return _upload(files, repo_id, tag=tag, **options)
+        return upload(files, repo_id, tag=tag, **options)
 
 
 def prepare_upload(
@@ -194,23 +172,14 @@ def _describe_processor(processor: Any) -> Any:
 
 
 def publish_space(folder: str | os.PathLike, repo_id: str, **options: Any) -> CommitInfo:
-    """Publishes a folder that `tost-hf space` wrote as a static Space, in one commit.
-
-    Args:
-        folder: the page.
-        repo_id, options: as in `publish`, without `license`.
-
-    Raises:
-        ValueError: as in `prepare_space`.
-        OSError: as in `publish`.
+    """Publishes a folder that `tost-hf space` wrote as a static Space, by `upload`, whose options these are.
 
     Example:
         >>> publish_space("./my-page", "me/my-page").commit_url
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         prepare_space(folder, temporary)
-        with hub_errors(repo_id):
-            return _upload(Path(temporary), repo_id, "space", **options)
+        return upload(temporary, repo_id, repo_type="space", **options)
 
 
 def prepare_space(folder: str | os.PathLike, output_dir: str | os.PathLike) -> None:
@@ -234,44 +203,64 @@ def _check_repo_id(repo_id: str) -> None:
         raise ValueError(f"Name the repository OWNER/NAME, with the user or organization that it belongs to, not {repo_id!r}.")
 
 
-def _upload(
-    folder: Path,
+@hub_errors("the repository")
+def upload(
+    folder: str | os.PathLike,
     repo_id: str,
-    repo_type: str = "model",
     *,
+    repo_type: str = "model",
     tag: str | None = None,
     private: bool | None = None,
     revision: str | None = None,
     create_pr: bool = False,
     token: str | None = None,
 ) -> CommitInfo:
-    """Creates the repository if it does not exist, commits the folder and sets the tag; `HfApi` sends only changed files."""
+    """Uploads a folder in one commit, which also deletes a model's weights, tokenizer, source files and so on that it lacks.
+
+    An upload that is interrupted or rejected leaves a repository or branch as it was, and deletes one that was created for
+    it, unless the Hub's answer is lost.
+
+    Args:
+        repo_type: "model" or "space", of a static page.
+        tag: a tag for the commit.
+        private: whether a newly created repository is private.
+        revision: the branch to commit to, created from main if it does not exist.
+        create_pr: open a pull request with the commit.
+        token: access token of a user with write access; by default that of the logged-in user.
+
+    Returns:
+        The commit: its `oid`, `commit_url` and, of a pull request, `pr_url`. If nothing changed, the latest one.
+
+    Raises:
+        OSError: the Hub rejected the commit or could not be reached, and nothing became visible; or it rejected the tag.
+        ValueError: the tag exists, or the repository is public and not to be; a pull request can have no tag.
+    """
     _check_repo_id(repo_id)
     if create_pr and (tag or revision):
         raise ValueError("A pull request (create_pr) is opened against main and not tagged; leave out revision and tag.")
-    api, kind = HfApi(token=token, library_name="tost_hf", library_version=__version__), repo_type
-    is_new_repo, is_new_branch = not api.repo_exists(repo_id, repo_type=kind), False
+    api = HfApi(token=token, library_name="tost_hf", library_version=__version__)
+    is_new_repo, is_new_branch = not api.repo_exists(repo_id, repo_type=repo_type), False
     if is_new_repo:
-        api.create_repo(repo_id, repo_type=kind, private=private, space_sdk="static" if kind == "space" else None)
-    elif private and not api.repo_info(repo_id, repo_type=kind).private:
+        api.create_repo(repo_id, repo_type=repo_type, private=private, space_sdk="static" if repo_type == "space" else None)
+    elif private and not api.repo_info(repo_id, repo_type=repo_type).private:
         raise ValueError(f"{repo_id} exists and is public: make it private in its settings, or leave out --private.")
-    elif tag and api.revision_exists(repo_id, tag, repo_type=kind):
+    elif tag and api.revision_exists(repo_id, tag, repo_type=repo_type):
         raise ValueError(f"{repo_id} already has the tag {tag!r}; choose another tag, or delete it first.")
     try:
-        if revision is not None and not api.revision_exists(repo_id, revision, repo_type=kind):
-            api.create_branch(repo_id, branch=revision, repo_type=kind)
+        if revision is not None and not api.revision_exists(repo_id, revision, repo_type=repo_type):
+            api.create_branch(repo_id, branch=revision, repo_type=repo_type)
             is_new_branch = True
-        new_files = sorted(path for path in folder.rglob("*") if path.is_file())
+        new_files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         paths: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in new_files}
-        old_names = sorted(set(api.list_repo_files(repo_id, revision=revision, repo_type=kind)) - paths.keys())
-        deleted = filter_repo_objects(old_names, allow_patterns=REPLACED_FILES) if kind == "model" else ()
+        old_names = sorted(set(api.list_repo_files(repo_id, revision=revision, repo_type=repo_type)) - paths.keys())
+        deleted = filter_repo_objects(old_names, allow_patterns=REPLACED_FILES) if repo_type == "model" else ()
         if ".gitignore" in old_names:  # the Hub would leave out, without an error, the files that it names
             paths[".gitignore"] = f"{TRAINING_ARGS_NAME}\n".encode()
         # not by upload_folder, which makes several commits of one folder where the upload takes minutes (with Xet)
         commit = api.create_commit(
             repo_id,
             [*(CommitOperationAdd(name, path) for name, path in paths.items()), *map(CommitOperationDelete, deleted)],
-            repo_type=kind,
+            repo_type=repo_type,
             revision=revision,
             commit_message=f"Publish with tost_hf {__version__}",
             create_pr=create_pr,
@@ -283,15 +272,15 @@ def _upload(
         outcome = f"The {created} that was created for it is deleted again."
         try:
             if is_new_repo:
-                api.delete_repo(repo_id, repo_type=kind)
+                api.delete_repo(repo_id, repo_type=repo_type)
             else:
-                api.delete_branch(repo_id, branch=str(revision), repo_type=kind)
+                api.delete_branch(repo_id, branch=str(revision), repo_type=repo_type)
         except Exception as second_error:  # the Hub's client raises many types
             outcome = f"The {created} that was created for it is still there ({second_error!r})."
         raise OSError(f"{error!r}: {repo_id} was not published. {outcome}") from error
     if tag:
         try:
-            api.create_tag(repo_id, tag=tag, revision=commit.oid, repo_type=kind)
+            api.create_tag(repo_id, tag=tag, revision=commit.oid, repo_type=repo_type)
         except Exception as error:
             raise OSError(f"{commit.commit_url} is published, without its tag ({error!r}): run it again.") from error
     return commit

@@ -25,7 +25,6 @@ from .loading import (
     load_model,
     load_processor,
     model_class,
-    read_config,
     resolve_model_folder,
     run_model,
 )
@@ -67,7 +66,6 @@ def verify(source: str | os.PathLike, *, revision: str | None = None, token: str
     is_repository = not os.path.isdir(source)
     checks: dict[str, Callable[[], str]] = {
         "files": lambda: _check_files(folder),
-        "config": lambda: _check_config(folder),
         "code": lambda: _check_code(folder),
         "model": lambda: _check_model(folder),
         "card": lambda: _check_card(folder, online=is_repository),
@@ -100,21 +98,10 @@ def _check_files(folder: Path) -> str:
     return f"{sum(path.is_file() for path in folder.rglob('*'))} files, no token of the Hub"
 
 
-def _check_config(folder: Path) -> str:
-    config, unknown = read_config(folder)
-    if unknown:
-        raise ValueError(
-            f"config.json has keys that {type(config).__name__} does not know, {', '.join(unknown)}: transformers may load "
-            "code or files that they name. Publishing drops them."
-        )
-    return f"{model_class(config).__name__}, {config.num_hidden_layers} layers of width {config.hidden_size}"
-
-
 def _check_model(folder: Path) -> str:
-    config, _ = read_config(folder)
-    model = load_model(folder, config)
-    processor = load_processor(folder, config)
-    results = [f"{model.num_parameters():,} parameters, all finite", run_model(model, processor)]
+    config: Any = load_config(folder, strict=True)
+    model, processor = load_model(folder, config), load_processor(folder, config)
+    results = [f"{type(model).__name__}, {model.num_parameters():,} parameters, all finite; {run_model(model, processor)}"]
     if model.can_generate():
         results.append(_generate(model, config))
     if processor is not None:
@@ -145,7 +132,7 @@ def _check_code(folder: Path) -> str:
     auto_maps = [x for path in sorted(folder.glob("*config.json")) if (x := read_json(path).get("auto_map"))]
     if not code and not auto_maps:
         return "no remote code: loads where tost_hf is installed"
-    model_type = read_config(folder)[0].model_type
+    model_type = load_config(folder).model_type
     expected = {name: path.read_bytes() for name, path in code_files(model_type).items()}
     if auto_maps != [AUTO_MAPS[model_type]] or code != expected:
         raise ValueError(
