@@ -8,7 +8,7 @@ import pytest
 import torch
 from hub_clients import contents, language_folder, language_model, save_with_card, vision_folder
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer, PreTrainedTokenizerFast
 
 import tost_hf
 from tost_hf.hub import prepare_upload, verify
@@ -370,6 +370,28 @@ def test_paths_in_texts(monkeypatch):
     assert [find_local_paths(text) for text in texts] == [["/home/me/x"], [__file__, "/home/me/y"]]
     monkeypatch.setenv("HOME", "/")
     assert find_local_paths("/or /100 /home/me/x </div>") == []
+
+
+@pytest.mark.parametrize(
+    "saved_class, name, content, message",
+    [
+        (tost_hf.ToSTForCausalLM, WEIGHTS, edit_weight(lambda x: 2 * x), "The model is another one"),
+        (tost_hf.ToSTForCausalLM, CONFIG, {"layer_norm_eps": 1e-3}, "The model is another one"),
+        (tost_hf.ToSTForCausalLM, GENERATION, {"max_new_tokens": 3}, "The model is another one"),
+        (PreTrainedTokenizerFast, "chat_template.jinja", "{{ 1 }}", "The tokenizer or image processor is another one"),
+    ],
+)
+def test_what_is_saved_is_compared(folder, tmp_path, monkeypatch, saved_class, name, content, message):
+    """A `save_pretrained` that changes what it saves is noticed."""
+    save = saved_class.save_pretrained
+
+    def save_and_edit(self, target, **options):
+        save(self, target, **options)
+        edit_file(Path(target, name), content)
+
+    monkeypatch.setattr(saved_class, "save_pretrained", save_and_edit)
+    with pytest.raises(ValueError, match=message):
+        prepare_upload(folder, tmp_path / "upload", "me/model")
 
 
 def test_links_of_the_hub_cache(folder, tmp_path):
