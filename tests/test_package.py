@@ -46,7 +46,7 @@ missing = {"triton", "PIL", "torchvision"}
 sys.modules |= dict.fromkeys(missing)  # as if they were not installed
 find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *args: None if name.split(".")[0] in missing else find_spec(name, *args)
-import tost_hf
+import tost_hf, tost_hf.hub
 training_only = {"datasets", "evaluate", "kornia", "tensorboard", "transformers.trainer"} & set(sys.modules)
 assert not training_only, training_only
 assert tost_hf.AutoConfig.for_model("tost").hidden_size == 768

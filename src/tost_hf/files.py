@@ -74,6 +74,7 @@ TRAIN_RESULTS = "train_results.json"
 TRAINER_STATE = "trainer_state.json"
 RUN_ARGUMENTS = "run_arguments.json"  # this and the next are written by the training scripts
 CURVES = "curves.png"
+TRAINING_ARGS = "training_args.bin"  # a pickle of Trainer; its constant is in transformers.trainer, which is slow to import
 EXPORT_DESCRIPTION = "export.json"  # this and the programs are written by export/
 PROGRAM_FILES = ("model.onnx", "model.onnx.data")
 DESCRIPTIONS = (CONFIG_NAME, EXPORT_DESCRIPTION)  # without them a model or an export cannot be loaded

@@ -4,9 +4,8 @@
 import shutil
 
 from transformers import Trainer
-from transformers.trainer import TRAINING_ARGS_NAME
 
-from ..files import is_weights_name, staged_file
+from ..files import TRAINING_ARGS, is_weights_name, staged_file
 from ..hub.cards import build_card, is_hub_id, save_card
 from ..hub.results import CARD
 from ..model.base_tost import AUTO_MAPS, ToSTBaseModel, code_files
@@ -28,9 +27,9 @@ class PublishingTrainer(Trainer):
             folder.mkdir(parents=True, exist_ok=True)
             ignored = folder / ".gitignore"
             lines = ignored.read_text().splitlines() if ignored.exists() else []
-            if TRAINING_ARGS_NAME not in lines:
+            if TRAINING_ARGS not in lines:
                 with staged_file(ignored) as staged:
-                    staged.write_text("\n".join([*lines, TRAINING_ARGS_NAME, ""]))
+                    staged.write_text("\n".join([*lines, TRAINING_ARGS, ""]))
         model = self.accelerator.unwrap_model(self.model)
         if isinstance(model, ToSTBaseModel):
             model.config.auto_map = dict(AUTO_MAPS[model.config.model_type])  # save_pretrained then adds the code
