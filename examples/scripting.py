@@ -355,9 +355,7 @@ def recorded_command(argv: list[str]) -> str:
     """The command line that repeats a run, without the Hub token and folders of this machine, because it is published."""
     script, examples_folder = Path(argv[0]).resolve(), Path(__file__).resolve().parent
     name = script.relative_to(examples_folder).as_posix() if script.is_relative_to(examples_folder) else script.name
-    options = [argument.rpartition("=" if argument.startswith("--") else "\0") for argument in argv[1:]]
-    arguments = [f"{option}{sign}{shorten_paths(value)}" for option, sign, value in options]
-    return HUB_TOKEN.sub("HF_TOKEN", shlex.join(["python", f"examples/{name}", *arguments]))
+    return HUB_TOKEN.sub("HF_TOKEN", shlex.join(["python", f"examples/{name}", *map(shorten_paths, argv[1:])]))
 
 
 def save_with_section(card: ModelCard, section: str, file: Path) -> None:

@@ -357,6 +357,7 @@ TEXTS = {  # with paths, and what is published
     "it's --f '/home/me/a b/c' and host:/home/me/x": "it's --f 'c' and host:x",
     "file:///home/me/b.txt C:\\Users\\me\\x.txt \\\\srv\\me\\y ~/z": "b.txt x.txt y z",
     "/home/me/my models/first": "first",
+    "--train_file=/home/me/it's mine/d.txt": "--train_file=d.txt",
     **{
         text: text
         for text in (

@@ -217,8 +217,8 @@ def describe(config: Any) -> dict[str, str]:
 
 def _make_metadata(results: Results, name: str, license: str | None, pipeline_tag: str, attention: str) -> ModelCardData:
     run = results.run_arguments
-    names = (run.get("dataset_name", ""), run.get("model_name_or_path", ""))
-    (dataset, base_model), config_name = (name if is_hub_id(name) else None for name in names), run.get("dataset_config_name")
+    ids = {key: value for key, value in run.items() if is_hub_id(value)}
+    dataset, config_name, base_model = ids.get("dataset_name"), run.get("dataset_config_name"), ids.get("model_name_or_path")
     eval_results = list(results.evaluation)
     if dataset:  # of Trainer's evaluation; the EMA weights are another model
         eval_results += [

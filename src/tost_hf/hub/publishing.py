@@ -6,17 +6,17 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 from transformers import PreTrainedModel
-from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..files import RESULT_FILES, SHARD_NAME, check_folder, name_file_in_errors, read_json, staged_folder
+from ..files import RESULT_FILES, SHARD_NAME, TRAINING_ARGS, check_folder, name_file_in_errors, read_json, staged_folder
 from ..model.base_tost import AUTO_MAPS, code_files
 from ..version import __version__
 from .cards import complete_card, find_pictures
@@ -109,10 +109,11 @@ def prepare_upload(
         names = [name for name in (CARD, *licenses, *find_pictures(card), *RESULT_FILES) if os.path.isfile(source / name)]
         _copy_files(source, files, names)
         (files / CARD).write_bytes(card.encode())
-        for name in filter(names.__contains__, RESULT_FILES):
-            with name_file_in_errors(source / name):
-                content = json.dumps(shorten_paths(read_json(source / name)), indent=2, ensure_ascii=False)
-            (files / name).write_text(content + "\n", encoding="utf-8")
+        for name in RESULT_FILES:
+            if name in names:
+                with name_file_in_errors(source / name):
+                    content = json.dumps(shorten_paths(read_json(source / name)), indent=2, ensure_ascii=False)
+                (files / name).write_text(content + "\n", encoding="utf-8")
         check_texts(files, local_paths=True)
         _check_equal(files, model, processor)
     return model
@@ -239,9 +240,11 @@ def upload(
     if create_pr and (tag or revision):
         raise ValueError("A pull request (create_pr) is opened against main and not tagged; leave out revision and tag.")
     api = HfApi(token=token, library_name="tost_hf", library_version=__version__)
-    is_new_repo, is_new_branch = not api.repo_exists(repo_id, repo_type=repo_type), False
-    if is_new_repo:
+    created = ""  # what exists for this commit only; `delete` deletes it
+    delete: Callable[[], object]
+    if not api.repo_exists(repo_id, repo_type=repo_type):
         api.create_repo(repo_id, repo_type=repo_type, private=private, space_sdk="static" if repo_type == "space" else None)
+        created, delete = "repository", partial(api.delete_repo, repo_id, repo_type=repo_type)
     elif private and not api.repo_info(repo_id, repo_type=repo_type).private:
         raise ValueError(f"{repo_id} exists and is public: make it private in its settings, or leave out --private.")
     elif tag and api.revision_exists(repo_id, tag, repo_type=repo_type):
@@ -249,13 +252,15 @@ def upload(
     try:
         if revision is not None and not api.revision_exists(repo_id, revision, repo_type=repo_type):
             api.create_branch(repo_id, branch=revision, repo_type=repo_type)
-            is_new_branch = True
+            if not created:
+                created = f"branch {revision}"
+                delete = partial(api.delete_branch, repo_id, branch=revision, repo_type=repo_type)
         new_files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         paths: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in new_files}
         old_names = sorted(set(api.list_repo_files(repo_id, revision=revision, repo_type=repo_type)) - paths.keys())
         deleted = filter_repo_objects(old_names, allow_patterns=REPLACED_FILES) if repo_type == "model" else ()
         if ".gitignore" in old_names:  # the Hub would leave out, without an error, the files that it names
-            paths[".gitignore"] = f"{TRAINING_ARGS_NAME}\n".encode()
+            paths[".gitignore"] = f"{TRAINING_ARGS}\n".encode()
         # not by upload_folder, which makes several commits of one folder where the upload takes minutes (with Xet)
         commit = api.create_commit(
             repo_id,
@@ -266,15 +271,11 @@ def upload(
             create_pr=create_pr,
         )
     except BaseException as error:
-        if not (is_new_repo or is_new_branch):
+        if not created:
             raise
-        created = "repository" if is_new_repo else f"branch {revision}"
         outcome = f"The {created} that was created for it is deleted again."
         try:
-            if is_new_repo:
-                api.delete_repo(repo_id, repo_type=repo_type)
-            else:
-                api.delete_branch(repo_id, branch=str(revision), repo_type=repo_type)
+            delete()
         except Exception as second_error:  # the Hub's client raises many types
             outcome = f"The {created} that was created for it is still there ({second_error!r})."
         raise OSError(f"{error!r}: {repo_id} was not published. {outcome}") from error

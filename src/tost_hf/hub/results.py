@@ -19,7 +19,9 @@ _FIELDS_OF_LAST_START = ("train_loss", "train_runtime")  # the others are of all
 # a path from a root or the home folder, or out of the working directory; a root's has two parts, unlike "</s>"
 _PATH_START = r"""(?<![\w/.~\\-])(?:file://)?(?:(?:~|\.\.?)/|/(?![/\s])(?=[^\s'"`<>()\[\],;:]+/)|[A-Za-z]:[\\/]|\\\\(?=[^\s\\]+\\)|\.\.\\)"""
 _LOCAL_PATH = re.compile(_PATH_START + r"""[^\s'"`<>()\[\],;:]*""")
-_QUOTED_PATH = re.compile(rf"""(['"])((?:--?[\w-]+=)?)({_PATH_START}[^'"\n]*)\1""")
+_OPTION = r"((?:--?[\w-]+=)?)"  # of a command, before a path
+_QUOTED_PATH = re.compile(rf"""(['"]){_OPTION}({_PATH_START}[^'"\n]*)\1""")
+_PATH_ALONE = re.compile(rf"{_OPTION}({_PATH_START}(?:(?! -).)*)")  # perhaps with spaces
 
 
 class Results(NamedTuple):
@@ -108,9 +110,9 @@ def shorten_paths(value: Any) -> Any:
         return [shorten_paths(item) for item in value]
     if not isinstance(value, str):
         return value
-    is_path = _LOCAL_PATH.match(value) and len(_LOCAL_PATH.findall(value)) == 1
-    if is_path and not re.search(r"\n| -", value):  # alone, with spaces perhaps
-        return _last_part(value)
+    path = _PATH_ALONE.fullmatch(value)
+    if path and len(_LOCAL_PATH.findall(value)) == 1:
+        return path[1] + _last_part(path[2])
     value = _QUOTED_PATH.sub(lambda match: f"{match[1]}{match[2]}{_last_part(match[3])}{match[1]}", value)
     return _LOCAL_PATH.sub(lambda match: _last_part(match[0]), value)
 
