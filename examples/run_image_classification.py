@@ -55,7 +55,7 @@ from transformers import (
 from transformers.hf_argparser import HfArg
 
 from tost_hf.image_processing import CROPS, convert_image, make_image_processor
-from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed
+from tost_hf.training.augmentation import EpochOrder, ImageCollator, TrainingView, draw_seed
 from tost_hf.training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
 
 
@@ -208,17 +208,18 @@ def read_image(source: str, encoded: dict | None) -> Image.Image:
 
 
 class TrainingImages(torch.utils.data.Dataset):
-    """Randomly augmented images. `sampler` yields the keys: an image's index and the number of its augmentation."""
+    """Randomly augmented images, in another order in each epoch; to be read sequentially."""
 
     def __init__(self, dataset: Dataset, view: TrainingView, repeats: int, seed: int):
         self.dataset, self.view, self.seed = dataset, view, seed
-        self.sampler = RepeatedSampler(len(dataset), repeats, seed)
+        self.order = EpochOrder(len(dataset), repeats, seed)
+        self.set_epoch = self.order.set_epoch
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: tuple[int, int]) -> dict:
-        index, draw = key
+    def __getitem__(self, position: int) -> dict:
+        index, draw = self.order[position]
         example, seed = self.dataset[index], draw_seed(self.seed, index, draw)
         pixel_values = self.view(read_image(example["source"], example["image"]), seed)
         return {"pixel_values": pixel_values, "labels": example["label"], "seed": seed}
@@ -334,6 +335,7 @@ def main(args: list[str] | None = None) -> None:
 
     image_datasets = {}
     if "train" in splits:
+        training_args.train_sampling_strategy = "sequential"  # the data set shuffles
         view = make_view(config, processor, training_args)
         image_datasets["train"] = TrainingImages(
             splits["train"], view, training_args.repeated_augmentation, training_args.seed

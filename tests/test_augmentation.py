@@ -15,7 +15,7 @@ from transformers import ViTImageProcessorPil
 import tost_hf
 from tost_hf import ToSTForImageClassification, ToSTVisionConfig
 from tost_hf.image_processing import convert_image, make_image_processor, save_image_processor
-from tost_hf.training.augmentation import ImageCollator, RepeatedSampler, TrainingView, draw_seed, mix
+from tost_hf.training.augmentation import EpochOrder, ImageCollator, TrainingView, draw_seed, mix
 from tost_hf.training.metrics import Accuracy
 
 
@@ -71,15 +71,16 @@ def test_crops_distort_images_of_any_shape_alike(size):
 
 
 def test_repeated_augmentation():
-    sampler = RepeatedSampler(10, repeats=3, seed=1)
-    first_epoch = list(sampler)
-    assert first_epoch == list(sampler) and len(first_epoch) == len(sampler) == 10
+    order = EpochOrder(10, repeats=3, seed=1)
+    first_epoch = [order[i] for i in range(len(order))]
+    assert first_epoch == [order[i] for i in range(len(order))] and len(first_epoch) == 10
     assert [len({index for index, _ in first_epoch[i : i + 3]}) for i in (0, 3, 6)] == [1, 1, 1]
     assert len({index for index, _ in first_epoch}) == 4 and [draw for _, draw in first_epoch[:6]] == [0, 1, 2, 0, 1, 2]
-    sampler.epoch = 1
-    second_epoch = list(sampler)
+    order.set_epoch(1)
+    second_epoch = [order[i] for i in range(len(order))]
     assert not set(first_epoch) & set(second_epoch) and {draw for _, draw in second_epoch} == {3, 4, 5}
-    assert sorted(index for index, _ in RepeatedSampler(10, seed=2)) == list(range(10))
+    order = EpochOrder(10, seed=2)
+    assert sorted(order[i][0] for i in range(10)) == list(range(10))
     assert len({draw_seed(seed, index, draw) for seed in range(3) for index in range(3) for draw in range(3)}) == 27
 
 

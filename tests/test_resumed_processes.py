@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import shutil
 import signal
 import time
@@ -119,12 +118,12 @@ def test_resuming_with_another_number_of_processes(clients, first_half, tmp_path
 @pytest.mark.parametrize(
     "previous, parallelism, message",
     [
-        ("ddp", "tp", "was not tensor-parallel and now is:"),
-        ("tp", "ddp", "was tensor-parallel and now is not"),
+        ("ddp", "tp", "different number of parameter groups"),
+        ("tp", "ddp", "different number of parameter groups"),
         ("ddp", "fsdp2", "None of the checkpoints can be resumed from"),
         ("fsdp2", "ddp", "None of the checkpoints can be resumed from"),
     ],
 )
 def test_another_parallelism_is_rejected(clients, first_half, tmp_path, previous, parallelism, message):
     run = resume(clients, first_half(previous), parallelism, 2, tmp_path)
-    assert run.status == 1 and re.search(f"ValueError: .*{message}", run.output), run.output
+    assert run.status == 1 and "ValueError: " in run.output and message in run.output, run.output

@@ -1,6 +1,5 @@
 """Pushes of the trainers: what each strategy uploads, resuming from the Hub, and a push that fails."""
 
-import inspect
 import json
 import subprocess
 import sys
@@ -14,11 +13,6 @@ from transformers import Trainer
 
 import tost_hf
 from tost_hf.model.base_tost import code_files
-from tost_hf.training.checkpoints import CheckpointTrainer
-from tost_hf.training.trainer_hub import PublishingTrainer
-from tost_hf.training.trainer_parallel import ParallelTrainer
-from tost_hf.training.trainer_stream import StreamingTrainer
-from tost_hf.training.trainer_vision import ToSTVisionTrainer
 
 
 TRAIN = """
@@ -131,24 +125,6 @@ def test_resume_from_last_checkpoint(hub, clients, train, tmp_path):
     )
     assert resumed["global_step"] == uninterrupted["global_step"] == 6
     assert [entry["loss"] for entry in resumed["log_history"]] == [entry["loss"] for entry in uninterrupted["log_history"]]
-
-
-def test_overridden_private_methods_exist():
-    """Private methods of Trainer that are overridden: names and arguments must not change."""
-    for trainer_class, names in (
-        (CheckpointTrainer, ("_run_epoch", "_save_checkpoint")),
-        (PublishingTrainer, ("_push_from_checkpoint",)),
-        (StreamingTrainer, ("_init_training_state", "_save_rng_state")),
-        (ParallelTrainer, ("_get_dataloader", "_get_num_items_in_batch", "_load_from_checkpoint", "_load_best_model")),
-        (ParallelTrainer, ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")),
-        (ToSTVisionTrainer, ("_get_train_sampler", "_load_from_checkpoint", "_save")),
-    ):
-        for name in names:
-            assert name in vars(trainer_class)
-            original, override = (list(inspect.signature(getattr(cls, name)).parameters) for cls in (Trainer, trainer_class))
-            named = [argument for argument in override if argument not in ("args", "kwargs")]
-            assert original[: len(named)] == named and (named == override) == (named == original), name
-    assert issubclass(tost_hf.ToSTTrainer, CheckpointTrainer) and issubclass(tost_hf.ToSTTrainer, PublishingTrainer)
 
 
 @pytest.mark.slow

@@ -39,15 +39,16 @@ from .version import __version__
 
 
 if TYPE_CHECKING:
-    from .training.trainer import ToSTTrainer, ToSTTrainingArguments
-    from .training.trainer_vision import ToSTVisionTrainer, ToSTVisionTrainingArguments
+    from .training.arguments import ToSTTrainingArguments, ToSTVisionTrainingArguments
+    from .training.trainer import ToSTTrainer
+    from .training.trainer_vision import ToSTVisionTrainer
 
 # imported lazily: importing Trainer takes longer than everything else here
 _TRAINER_MODULES = {
     "ToSTTrainer": "trainer",
-    "ToSTTrainingArguments": "trainer",
+    "ToSTTrainingArguments": "arguments",
     "ToSTVisionTrainer": "trainer_vision",
-    "ToSTVisionTrainingArguments": "trainer_vision",
+    "ToSTVisionTrainingArguments": "arguments",
 }
 
 for config_class in (ToSTConfig, ToSTVisionConfig):

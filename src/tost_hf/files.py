@@ -1,7 +1,6 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Files and folders: writes them under a temporary name and renames them when complete; reads and hashes files."""
+"""Files and folders: writes them under a temporary name and renames them when complete; reads files."""
 
-import hashlib
 import json
 import os
 import re
@@ -59,12 +58,6 @@ def check_file(target: Path, overwrite: bool, sources: Iterable[Path] = ()) -> N
 def is_path(name: str) -> bool:
     """Whether a name can only be that of a file or folder, not of a repository of the Hub."""
     return os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
-
-
-def sha256(file: Path) -> str:
-    """The SHA-256 of a whole file, in hexadecimal."""
-    with open(file, "rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 EVALUATION = "evaluation.json"  # written by examples/evaluate_lm.py and evaluate_image_classification.py

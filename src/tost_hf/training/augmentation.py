@@ -7,7 +7,6 @@ implemented here, as Kornia's Mixup does not sample from a Beta distribution.
 """
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -124,23 +123,30 @@ class TrainingView:
         return rand_augment(x)
 
 
-class RepeatedSampler(torch.utils.data.Sampler):
-    """Yields (index, draw): each image of a shuffled epoch `repeats` times in a row, each time with another draw number.
+class EpochOrder:
+    """Maps a position in an epoch to (index, draw): each image `repeats` times in a row, each time with another draw number.
 
     The length of an epoch does not change, so that it contains only one in `repeats` images (repeated augmentation, arXiv
-    1901.09335). The order depends on the seed and on `epoch`, which the trainer sets.
+    1901.09335). The order depends on the seed and the epoch. A data set that has it is read sequentially
+    (`train_sampling_strategy="sequential"`), and passes on `set_epoch`, which Accelerate calls.
     """
 
     def __init__(self, length: int, repeats: int = 1, seed: int = 0):
-        self.length, self.repeats, self.seed, self.epoch = length, repeats, seed, 0
+        self.length, self.repeats, self.seed = length, repeats, seed
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # for the workers of a loader, if they persist
+        self._permutation: tuple[int, np.ndarray] = (-1, np.empty(0))  # of an epoch
 
     def __len__(self) -> int:
         return self.length
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        order = np.random.default_rng((self.seed, self.epoch)).permutation(self.length)
-        for position in range(self.length):
-            yield int(order[position // self.repeats]), self.epoch * self.repeats + position % self.repeats
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.fill_(epoch)
+
+    def __getitem__(self, position: int) -> tuple[int, int]:
+        epoch = int(self._epoch)
+        if self._permutation[0] != epoch:
+            self._permutation = (epoch, np.random.default_rng((self.seed, epoch)).permutation(self.length))
+        return int(self._permutation[1][position // self.repeats]), epoch * self.repeats + position % self.repeats
 
 
 def draw_seed(seed: int, index: int, draw: int) -> int:
@@ -197,4 +203,4 @@ class ImageCollator:
         return {"pixel_values": images, "labels": labels}
 
 
-__all__ = ["ImageCollator", "RepeatedSampler", "TrainingView", "draw_seed", "mix"]
+__all__ = ["EpochOrder", "ImageCollator", "TrainingView", "draw_seed", "mix"]

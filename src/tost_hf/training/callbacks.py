@@ -11,11 +11,8 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ..files import sha256
-from .checkpoints import is_finished, list_checkpoints
-
-
-MAX_HASHED_BYTES = 4 * 2**30  # of training files, about three seconds
+from ..files import TRAINER_STATE
+from .checkpoints import list_checkpoints
 
 
 class FiniteLossCallback(TrainerCallback):
@@ -58,7 +55,7 @@ class FiniteLossCallback(TrainerCallback):
 
     def _check_finite(self, finite: bool, args, state) -> None:
         if not finite:
-            folders = [str(path) for path in list_checkpoints(args.output_dir).values() if is_finished(path)]
+            folders = [str(path) for path in list_checkpoints(args.output_dir).values() if (path / TRAINER_STATE).is_file()]
             checkpoint = f"the last checkpoint is {folders[0]}" if folders else "there is no checkpoint"
             raise FloatingPointError(
                 f"The loss or its gradient became NaN or infinite after step {self.last_finite_step}, by step "
@@ -70,9 +67,8 @@ class FiniteLossCallback(TrainerCallback):
 class TrainingFilesCallback(TrainerCallback, ExportableState):
     """Rejects a resumed run whose training files differ from those it was started with.
 
-    Each file's name, size and SHA-256 sum are stored in every checkpoint's `trainer_state.json`; above 4 GiB of files in
-    total, the modification time in place of the sum. With `ignore_data_skip` the data starts over, so that other files are
-    accepted. Checkpoints without this record are accepted.
+    Each file's name, size and modification time are stored in every checkpoint's `trainer_state.json`. With `ignore_data_skip`
+    the data starts over, so that other files are accepted. Checkpoints without this record are accepted.
 
     Args:
         paths: local files, or folders of them; anything else (a URL, an id) is compared by name.
@@ -81,26 +77,29 @@ class TrainingFilesCallback(TrainerCallback, ExportableState):
     def __init__(self, paths: list[str]):
         candidates = [file for path in map(Path, paths) for file in (path.rglob("*") if path.is_dir() else [path])]
         stats = {file: file.stat() for file in candidates if file.is_file()}
-        use_hashes = sum(stat.st_size for stat in stats.values()) <= MAX_HASHED_BYTES
         self.files = [[str(file)] for file in candidates if file not in stats and not file.is_dir()]
-        for file, stat in stats.items():
-            self.files.append([file.name, str(stat.st_size), sha256(file) if use_hashes else str(stat.st_mtime_ns)])
+        self.files += [[file.name, str(stat.st_size), str(stat.st_mtime_ns)] for file, stat in stats.items()]
         self.files.sort()
+        self.accepts_changes = False
 
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"files": self.files}}
+
+    def on_init_end(self, args, state, control, **kwargs) -> None:
+        self.accepts_changes = args.ignore_data_skip  # which ToSTTrainer changes in the training on a stream
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Raises a ValueError that names the files that differ."""
         name = type(self).__name__
         saved_state = state.stateful_callbacks.get(name)
-        if saved_state is not None and not args.ignore_data_skip:
+        if saved_state is not None and not self.accepts_changes:
             saved, current = ({tuple(file) for file in files} for files in (saved_state["attributes"]["files"], self.files))
             if names := sorted({file[0] for file in saved ^ current}):
                 raise ValueError(
-                    "The training files are not those that the checkpoint was trained on (different: "
-                    f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}). Restore them, start "
-                    "the data over with --ignore_data_skip, or train into another --output_dir."
+                    "The training files are not those that the checkpoint was trained on (different name, size or time of "
+                    f"modification: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}). Restore "
+                    "them (`cp -p` keeps the times), start the data over with --ignore_data_skip, or train into another "
+                    "--output_dir."
                 )
         state.stateful_callbacks[name] = self.state()  # Trainer expects an entry for every stateful callback
 

@@ -1,6 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Streaming training text: `PackedStream` shards files, packs documents, shuffles blocks, and stores its position.
 
+transformers' Trainer instead reads a stream again from its beginning, from the second epoch on to a wrong position.
+
 A position consists of `datasets`' state of the current file, the tokens already read that did not fill a block, and how many
 blocks of the buffer that begins there were used. On resuming the buffer is read again: `datasets`' own shuffling loses it.
 """
@@ -11,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from transformers import TrainerCallback
 
 
 POSITION = "stream_position"  # batch key of the worker's position after the batch
@@ -200,6 +203,24 @@ def select_texts(batch: dict[str, list], column: str) -> list[str]:
     return texts
 
 
+class StreamLoader(DataLoader):
+    """Batches of a `PackedStream`; records the position after each batch that it yields."""
+
+    dataset: PackedStream
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]
+        for batch in super().__iter__():
+            self.dataset.record(batch.pop(POSITION))
+            yield batch
+
+
+class StreamProgressCallback(TrainerCallback):
+    """Sets the epoch to the completed fraction of the run; Trainer counts it from the last start."""
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        state.epoch = state.global_step / state.max_steps
+
+
 def collate_stream(collator: Callable[[list[dict[str, Any]]], dict[str, Any]], blocks: list[dict[str, Any]]) -> dict[str, Any]:
     """Collates blocks without their `POSITION`, and adds that of the last one, as JSON, to the batch."""
     positions = [block.pop(POSITION) for block in blocks]
@@ -212,4 +233,14 @@ def collate_blocks(blocks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "labels": input_ids.clone()}
 
 
-__all__ = ["POSITION", "PackedStream", "StreamError", "StreamPosition", "collate_blocks", "collate_stream", "select_texts"]
+__all__ = [
+    "POSITION",
+    "PackedStream",
+    "StreamError",
+    "StreamLoader",
+    "StreamPosition",
+    "StreamProgressCallback",
+    "collate_blocks",
+    "collate_stream",
+    "select_texts",
+]

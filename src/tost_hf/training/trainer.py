@@ -1,190 +1,60 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Training with the authors' settings: `ToSTTrainingArguments` and `ToSTTrainer`, based on transformers' Trainer."""
+"""`ToSTTrainer`: all that training with this package does beyond transformers' Trainer, by its public methods only."""
 
-import math
+import json
 import os
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
 from torch import nn
-from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase, Trainer, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
+from ..files import TRAINER_STATE
+from ..model.base_tost import ToSTBaseModel
 from ..model.layers_tost import FLOAT32_PARAMETERS
 from ..model.modeling_tost import ToSTForCausalLM
+from ..parallel.context import parallelize
+from .arguments import BaseTrainingArguments, ToSTTrainingArguments
 from .callbacks import FiniteLossCallback
-from .trainer_hub import PublishingTrainer
-from .trainer_parallel import ParallelTrainer
-from .trainer_stream import StreamingTrainer
+from .checkpoints import choose_checkpoint
+from .parallelism import FullOptimizerState, check_processes, is_tensor_parallel, make_context_mesh, shard_loaded_weights
+from .pushing import prepare_output_folder, write_card
+from .streams import PackedStream, StreamLoader, StreamProgressCallback, collate_stream
 
 
 NO_WEIGHT_DECAY = FLOAT32_PARAMETERS
 
 
-@dataclass
-class BaseTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with `total_batch_size`: base class of the arguments for language and vision models.
-
-    Raises:
-        ValueError: a value is outside its range.
-    """
-
-    ranges: ClassVar[dict[str, tuple[float, float]]] = {  # the smallest and the largest value
-        "per_device_train_batch_size": (1, math.inf),
-        "per_device_eval_batch_size": (1, math.inf),
-        "gradient_accumulation_steps": (1, math.inf),
-        "total_batch_size": (1, math.inf),
-        "num_train_epochs": (0, math.inf),
-        "learning_rate": (0, math.inf),
-        "weight_decay": (0, math.inf),
-        "label_smoothing_factor": (0, 1),
-    }
-
-    total_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Examples per optimizer step, over all devices; sets gradient_accumulation_steps. A multiple of "
-            "per_device_train_batch_size times the number of data-parallel devices."
-        },
-    )
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={
-            "help": "The checkpoint folder to resume from; the flag alone means the newest one in output_dir.",
-            "nargs": "?",
-            "const": "true",
-        },
-    )
-    logging_nan_inf_filter: bool = field(
-        default=False,
-        metadata={"help": "Whether to log the mean of other losses in place of NaN; each step then waits for the device."},
-    )
-
-    def __post_init__(self):
-        for name, (low, high) in self.ranges.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                valid_range = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-                raise ValueError(f"{name} must be {valid_range}, got {value}.")
-        if self.total_batch_size is not None:
-            if self.auto_find_batch_size:
-                raise ValueError("auto_find_batch_size and total_batch_size exclude each other: leave one of them out.")
-            if self.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-                # its configuration is built from the arguments; otherwise ToSTTrainer sets it, which knows the parallelism
-                self.set_gradient_accumulation(int(os.environ.get("WORLD_SIZE", 1)))
-        if hasattr(self, "activation_checkpointing"):  # the new name, which the lowest supported transformers does not know
-            for suffix in ("", "_kwargs"):
-                old, new = f"gradient_checkpointing{suffix}", f"activation_checkpointing{suffix}"
-                if getattr(self, new) is None:
-                    setattr(self, new, getattr(self, old))
-        super().__post_init__()
-        if not torch.accelerator.is_available():  # PyTorch warns of pinned memory on a CPU
-            self.dataloader_pin_memory = False
-
-    def set_gradient_accumulation(self, num_devices: int) -> None:
-        """Sets `gradient_accumulation_steps` so that a step has `total_batch_size` examples.
-
-        Args:
-            num_devices: devices that read different examples; a tensor- or context-parallel group counts as one.
-
-        Raises:
-            ValueError: it is not a multiple of the micro-batch size, or contradicts `gradient_accumulation_steps`.
-        """
-        assert self.total_batch_size is not None
-        micro_batch_size = self.per_device_train_batch_size * num_devices
-        steps, remainder = divmod(self.total_batch_size, micro_batch_size)
-        if remainder:
-            raise ValueError(
-                f"total_batch_size {self.total_batch_size} is not a multiple of per_device_train_batch_size "
-                f"{self.per_device_train_batch_size} on {num_devices} data-parallel devices: change one of the three."
-            )
-        if self.gradient_accumulation_steps not in (1, steps):
-            raise ValueError(
-                f"gradient_accumulation_steps {self.gradient_accumulation_steps} contradicts total_batch_size "
-                f"{self.total_batch_size}, which makes it {steps}: leave one of them out."
-            )
-        self.gradient_accumulation_steps = steps
-
-
-@dataclass
-class ToSTTrainingArguments(BaseTrainingArguments):
-    """`TrainingArguments` with the authors' optimizer (paper, arXiv 2412.17810, and their code) by default.
-
-    AdamW with betas (0.9, 0.95), weight decay 0.1 and learning rate 6e-4, gradients clipped at 1.0. Where the released
-    tost-base configuration differs from the paper (weight decay 0.01), the paper's value is used. The batch, length and
-    schedule of the published pre-training are in `examples/recipes/text_pretraining.yaml`.
-
-    Raises:
-        ValueError: a value is outside its range, or a fused loss with label smoothing or a PyTorch without it.
-
-    Example:
-
-    ```python
-    >>> from tost_hf import ToSTTrainingArguments
-
-    >>> args = ToSTTrainingArguments("out", max_steps=1000, warmup_steps=100, lr_scheduler_type="cosine")
-    >>> args.learning_rate, args.weight_decay, args.adam_beta2
-    (0.0006, 0.1, 0.95)
-    ```
-    """
-
-    ranges = BaseTrainingArguments.ranges | {"context_parallel_size": (1, math.inf)}
-
-    learning_rate: float = field(default=6e-4, metadata={"help": "The peak learning rate of AdamW."})
-    weight_decay: float = field(
-        default=0.1,
-        metadata={"help": "Weight decay of the tensors of two or more dimensions, except temp and denom_bias."},
-    )
-    adam_beta2: float = field(default=0.95, metadata={"help": "The second beta of AdamW."})
-    fuse_linear_cross_entropy: bool = field(
-        default=False,
-        metadata={
-            "help": "In training, compute the loss from the hidden states in chunks (PyTorch's linear_cross_entropy), so that "
-            "the full logits are never in memory. Equal up to rounding; a bfloat16 model's loss is rounded to bfloat16."
-        },
-    )
-    context_parallel_size: int = field(
-        default=1, metadata={"help": "Processes that share each sequence; must divide the number of processes."}
-    )
-
-    def __post_init__(self):
-        if self.fuse_linear_cross_entropy:
-            self._check_fused_loss()
-        super().__post_init__()
-
-    def _check_fused_loss(self) -> None:
-        if not hasattr(F, "linear_cross_entropy"):
-            raise ValueError(
-                f"fuse_linear_cross_entropy needs a PyTorch that has linear_cross_entropy; {torch.__version__} lacks it."
-            )
-        if self.label_smoothing_factor:
-            raise ValueError("fuse_linear_cross_entropy has no logits to smooth; leave label_smoothing_factor at 0.")
-
-
-class ToSTTrainer(StreamingTrainer, PublishingTrainer, ParallelTrainer):
+class ToSTTrainer(Trainer):
     """transformers' `Trainer` with the authors' parameter groups; without `args`, with `ToSTTrainingArguments`.
 
     Weight decay applies to tensors of two or more dimensions except `temp` and `denom_bias`, which set the sharpness and the
     bias of a membership. Embeddings are decayed; tensors of one dimension (norms, biases, LayerScale) are not.
 
-    It resumes from complete checkpoints only (`CheckpointTrainer`), stops when the loss becomes NaN (`FiniteLossCallback`),
-    and pushes models with their code and card (`PublishingTrainer`). The arguments, the model and the data determine the rest,
-    in any combination except for that of context and tensor parallelism:
+    It resumes from complete checkpoints only (`tost_hf.training.checkpoints`), with the same batches, also if they are grouped
+    by length; trains no further step if the checkpoint has all of them; and stops when the loss becomes NaN
+    (`FiniteLossCallback`). Pushes contain the model's source files and card, and not the pickle `training_args.bin`; with
+    `hub_always_push` a push waits for the one in progress. The configuration is saved with the `use_cache` that it had. The
+    arguments, the model and the data determine the rest, in any combination except for that of context and tensor parallelism:
 
     - `context_parallel_size`, or `cp_size` of Accelerate's `ParallelismConfig`: that many processes share each sequence (see
       `tost_hf.parallel.parallelize`). Evaluation then returns only the loss, as each process has only the logits of its shard.
     - a model loaded with `distributed_config=DistributedConfig(tp_plan="auto")`: each process has some of the heads.
       Checkpoints contain the whole model and optimizer, and a run may resume with another number of processes.
-    - a `tost_hf.training.streams.PackedStream` as training data: each worker reads different files, and a resumed run
-      continues at the same position; with `ignore_data_skip` it starts the stream over.
+    - a `tost_hf.training.streams.PackedStream` as training data: each worker of each data-parallel group reads different
+      files, and a resumed run continues at the same position; with `ignore_data_skip` it starts the stream over.
 
     Raises:
-        ValueError: the arguments do not suit the model or the processes; raised by `train`: the checkpoint is incomplete, or
-            of a tensor-parallel run and the model is not, or vice versa.
+        ValueError: the arguments do not suit the model or the processes; raised by `train`: the checkpoint is incomplete.
         FloatingPointError: raised by `train`: the loss became NaN or infinite; nothing was saved since.
 
     Example, with `dataset` a `datasets.Dataset` of "input_ids" and "labels":
@@ -199,14 +69,46 @@ class ToSTTrainer(StreamingTrainer, PublishingTrainer, ParallelTrainer):
     """
 
     model: nn.Module  # not None after __init__, also with `model_init`
+    optimizer: Any  # while training Accelerate's, around torch's
+    checkpoint: str | None = None  # that the current run resumed from
+    _full_optimizer_state: FullOptimizerState | None = None  # of a tensor-parallel model
+    _continues_stream = False
 
     def __init__(self, model=None, args: TrainingArguments | None = None, **kwargs):
+        args = ToSTTrainingArguments() if args is None else args
+        check_processes(args)
+        self.context_mesh = make_context_mesh(args, model)
         self._use_cache = _get_use_cache(model)
-        super().__init__(model, ToSTTrainingArguments() if args is None else args, **kwargs)
+        save_only_model = args.save_only_model
+        args.save_only_model |= is_tensor_parallel(model)  # Trainer requires it, as it cannot save their optimizer
+        try:
+            super().__init__(model, args, **kwargs)
+        finally:
+            args.save_only_model = save_only_model
+        self._check_arguments()
+        if isinstance(args, BaseTrainingArguments) and args.total_batch_size is not None:
+            args.set_gradient_accumulation(args.world_size // self._group_size * max(1, args.n_gpu))
         _set_use_cache(self.model, self._use_cache)  # Trainer has set it to that of the arguments, which would be saved
-        self.add_callback(FiniteLossCallback())
         if self.model_init is None:
             self.model = self.model_wrapped = self.prepare_model(self.model)
+        self.add_callback(FiniteLossCallback())
+        if self._stream is not None:
+            self.add_callback(StreamProgressCallback())
+
+    def _check_arguments(self) -> None:
+        fsdp_requested = self.args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        if self.args.world_size > 1 and fsdp_requested and not self.is_fsdp_enabled:
+            raise ValueError(
+                "FSDP was requested, but Accelerate shards no model on CPUs: each process would store all of it. Train on "
+                "devices that Accelerate supports, or without FSDP."
+            )
+        if self.context_mesh is not None and (self.args.label_smoothing_factor or self.compute_loss_func is not None):
+            raise ValueError(
+                "With context_parallel_size the model computes the loss, as a process has only the logits of its shard: "
+                "leave label_smoothing_factor and compute_loss_func out."
+            )
+
+    # Model and optimizer ----------------------------------------------------------------------------------------------
 
     def call_model_init(self, trial=None) -> nn.Module:
         model = super().call_model_init(trial)
@@ -229,29 +131,25 @@ class ToSTTrainer(StreamingTrainer, PublishingTrainer, ParallelTrainer):
             for config in filter(None, (getattr(model, name, None) for name in ("config", "generation_config"))):
                 if getattr(config, "pad_token_id", None) is None:  # Trainer sets it as well, with a warning
                     config.pad_token_id = tokenizer.pad_token_id
-        return self.shard_sequences(model)
+        if is_tensor_parallel(model):
+            shard_loaded_weights(model)
+        return model if self.context_mesh is None else parallelize(model, self.context_mesh["cp"])
 
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        self._check_processes()
-        if isinstance(self.args, BaseTrainingArguments) and self.args.total_batch_size is not None:
-            data_parallel_size = self.args.world_size // self._group_size
-            self.args.set_gradient_accumulation(data_parallel_size * max(1, self.args.n_gpu))
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names of the parameters with weight decay, from which `Trainer.create_optimizer` builds its two groups."""
+        return [
+            name
+            for name, parameter in model.named_parameters()
+            # DeepSpeed's ZeRO-3 flattens parameters and stores their shape in `ds_shape`
+            if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 and name.rpartition(".")[2] not in NO_WEIGHT_DECAY
+        ]
 
-    def _check_processes(self) -> None:
-        """Raises a ValueError if the processes are not connected, or FSDP would not shard the model."""
-        num_processes = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
-        if num_processes > 1 and self.args.world_size == 1:
-            raise ValueError(
-                f"{num_processes} processes were started, but each would train alone and write the same files: there is no "
-                "device that connects them. To train on CPUs, set use_cpu=True (--use_cpu) or ACCELERATE_USE_CPU=true."
-            )
-        fsdp_requested = self.args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
-        if self.args.world_size > 1 and fsdp_requested and not self.is_fsdp_enabled:
-            raise ValueError(
-                "FSDP was requested, but Accelerate shards no model on CPUs: each process would store all of it. Train on "
-                "devices that Accelerate supports, or without FSDP."
-            )
+    def create_optimizer(self, *args, **kwargs) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        wrapped_optimizer = getattr(optimizer, "optimizer", optimizer)  # in a second training it is Accelerate's
+        if is_tensor_parallel(self.model) and getattr(self._full_optimizer_state, "optimizer", None) is not wrapped_optimizer:
+            self._full_optimizer_state = FullOptimizerState(wrapped_optimizer)
+        return optimizer
 
     def compute_loss_context_manager(self) -> ExitStack:
         """Context of each forward pass, in which the model's configuration has the `use_cache` of the arguments."""
@@ -259,6 +157,146 @@ class ToSTTrainer(StreamingTrainer, PublishingTrainer, ParallelTrainer):
         stack.callback(_set_use_cache, self.model, _get_use_cache(self.model))
         _set_use_cache(self.model, self.args.use_cache)
         return stack
+
+    # Data -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _stream(self) -> PackedStream | None:
+        return self.train_dataset if isinstance(self.train_dataset, PackedStream) else None
+
+    @property
+    def _context_size(self) -> int:
+        return 1 if self.context_mesh is None else self.context_mesh["cp"].size()
+
+    @property
+    def _group_size(self) -> int:
+        """Number of processes that share a batch."""
+        return self._context_size * self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+
+    def get_total_train_batch_size(self, args) -> int:
+        return super().get_total_train_batch_size(args) // self._context_size
+
+    @contextmanager
+    def _share_batches(self) -> Iterator[None]:
+        """Data loaders that are made within it return the same batches to the processes that share a sequence."""
+        state = self.accelerator.state
+        original_mesh, state.device_mesh = state.device_mesh, self.context_mesh or state.device_mesh
+        try:
+            yield
+        finally:
+            state.device_mesh = original_mesh  # otherwise FSDP would use it as its mesh
+
+    def get_train_dataloader(self) -> DataLoader:
+        if self._stream is not None:
+            return self._get_stream_loader(self._stream)
+        with self._share_batches():
+            loader = super().get_train_dataloader()
+        batch_sampler: Any = loader.batch_sampler
+        if self.args.train_sampling_strategy == "group_by_length" and batch_sampler is not None:
+            # it draws from the global generator, which is in another state when a run resumes
+            sampler = getattr(batch_sampler, "batch_sampler", batch_sampler).sampler
+            sampler.generator = torch.Generator()
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            sampler.set_epoch = lambda epoch: sampler.generator.manual_seed(seed + epoch)  # called by Accelerate
+        return loader
+
+    def _get_stream_loader(self, stream: PackedStream) -> StreamLoader:
+        args = self.args
+        groups = args.world_size // self._group_size
+        stream.shard(args.process_index // self._group_size, groups, args.dataloader_num_workers)
+        if self._continues_stream:
+            stream.load_state_dict(json.loads(Path(str(self.checkpoint), self._position_file).read_text(encoding="utf-8")))
+        return StreamLoader(
+            stream,
+            batch_size=args.train_batch_size,
+            collate_fn=partial(collate_stream, self.data_collator),
+            num_workers=args.dataloader_num_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            pin_memory=args.dataloader_pin_memory,
+            generator=torch.Generator(),  # the loader draws a seed when it starts: not from the global generator
+        )
+
+    def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:
+        with self._share_batches():
+            return super().get_eval_dataloader(*args, **kwargs)
+
+    def get_test_dataloader(self, *args, **kwargs) -> DataLoader:
+        with self._share_batches():
+            return super().get_test_dataloader(*args, **kwargs)
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _position_file(self) -> str:
+        return f"stream_{self.args.process_index // self._group_size}.json"
+
+    def checkpoint_files(self) -> list[str]:
+        """Files that this trainer needs to resume, in addition to Trainer's."""
+        return [self._position_file] * (self._stream is not None and not self.args.ignore_data_skip)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """`Trainer.train`.
+
+        Args:
+            resume_from_checkpoint: a checkpoint folder, or True for the newest complete one in `output_dir`.
+
+        Raises:
+            FileNotFoundError: there is no such checkpoint.
+            ValueError: the checkpoint is incomplete.
+        """
+        self.checkpoint = None if resume_from_checkpoint is None else choose_checkpoint(self, resume_from_checkpoint)
+        self._unprepare_model()
+        ignore_data_skip = self.args.ignore_data_skip
+        self._continues_stream = self.checkpoint is not None and not ignore_data_skip
+        self.args.ignore_data_skip |= self._stream is not None  # the stream continues by itself
+        try:
+            return super().train(self.checkpoint, *args, **kwargs)
+        finally:
+            self.args.ignore_data_skip = ignore_data_skip
+
+    def _unprepare_model(self) -> None:
+        """After `evaluate`, which prepares the model without DistributedDataParallel: Accelerate prepares no model twice, so
+        that each process would train its own."""
+        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled or is_tensor_parallel(self.model)
+        is_wrapped = any(isinstance(module, DistributedDataParallel) for module in self.model_wrapped.modules())
+        if self.args.world_size > 1 and not is_sharded and not is_wrapped:
+            model: Any = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+            model._is_accelerate_prepared = False
+            self.model_wrapped = model
+
+    def set_initial_training_values(self, *args, **kwargs) -> tuple:
+        """No epochs if the checkpoint has all steps: Trainer would train one more, as it counts them after each step."""
+        num_train_epochs, *others, max_steps = super().set_initial_training_values(*args, **kwargs)
+        if self.checkpoint is not None:
+            state = TrainerState.load_from_json(str(Path(self.checkpoint, TRAINER_STATE)))
+            num_train_epochs = 0 if state.global_step >= max_steps else num_train_epochs
+        return num_train_epochs, *others, max_steps
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """`Trainer.save_model`; to a checkpoint also what this trainer needs to resume."""
+        if not self.is_in_train or not Path(output_dir or "").name.startswith(PREFIX_CHECKPOINT_DIR):
+            return super().save_model(output_dir, _internal_call)
+        folder = Path(str(output_dir))
+        if self.args.should_save:  # a checkpoint that is overwritten is incomplete until it is saved
+            (folder / TRAINER_STATE).unlink(missing_ok=True)
+        push: Any = getattr(self, "push_in_progress", None)
+        if self.args.hub_always_push and push is not None:
+            push.wait_until_done()  # it uploads files of the output folder that the next push replaces
+        super().save_model(output_dir, _internal_call)
+        if self._stream is not None and self.args.process_index % self._group_size == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            # all batches that were yielded have been trained on
+            (folder / self._position_file).write_text(json.dumps(self._stream.state_dict()), encoding="utf-8")
+        if self._full_optimizer_state is not None and not self.args.save_only_model:
+            self._full_optimizer_state.gather(keep=self.args.should_save)
+
+    # Evaluation -------------------------------------------------------------------------------------------------------
+
+    def prediction_step(self, model, inputs, prediction_loss_only: bool, ignore_keys=None):
+        if self.context_mesh is not None and not prediction_loss_only:
+            warnings.warn("With context_parallel_size, evaluation returns the loss and no other metrics.", stacklevel=2)
+            prediction_loss_only = True
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         """`Trainer.evaluate`, after which training has the random numbers that it would have without."""
@@ -281,14 +319,26 @@ class ToSTTrainer(StreamingTrainer, PublishingTrainer, ParallelTrainer):
 
         return recursively_apply(select, self.accelerator.gather(data))
 
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Names of the parameters with weight decay, from which `Trainer.create_optimizer` builds its two groups."""
-        return [
-            name
-            for name, parameter in model.named_parameters()
-            # DeepSpeed's ZeRO-3 flattens parameters and stores their shape in `ds_shape`
-            if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 and name.rpartition(".")[2] not in NO_WEIGHT_DECAY
-        ]
+    # Hub --------------------------------------------------------------------------------------------------------------
+
+    def init_hf_repo(self, *args, **kwargs) -> None:
+        super().init_hf_repo(*args, **kwargs)
+        prepare_output_folder(self)
+
+    def create_model_card(self, language=None, license: str | None = None, tags=None, *args, **kwargs) -> None:
+        """Writes the output folder's model card from its files; see `tost_hf.hub.build_card`.
+
+        As in transformers, an existing card is replaced.
+
+        Args:
+            language, tags: a string or a list, added to the metadata, as are the Hub ids in dataset_tags.
+            license: the license of the weights; a card without one cannot be published with `tost-hf publish`.
+            args, kwargs: other arguments of `Trainer.create_model_card`; ignored, as the folder's files have their values.
+        """
+        if isinstance(self.accelerator.unwrap_model(self.model), ToSTBaseModel):
+            write_card(self, language, license, tags, kwargs.get("dataset_tags"))
+        else:  # for example an adapter
+            super().create_model_card(language, license, tags, *args, **kwargs)
 
 
 def _get_use_cache(model: nn.Module | None) -> bool | None:
@@ -304,4 +354,4 @@ def _set_use_cache(model: nn.Module, use_cache: bool | None) -> None:
         del config.use_cache
 
 
-__all__ = ["BaseTrainingArguments", "ToSTTrainer", "ToSTTrainingArguments"]
+__all__ = ["ToSTTrainer"]

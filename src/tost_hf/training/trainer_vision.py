@@ -1,10 +1,9 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Training on images: `ToSTVisionTrainingArguments` and `ToSTVisionTrainer`."""
+"""Training on images: `ToSTVisionTrainer`."""
 
-import os
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,121 +14,31 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from .arguments import ToSTVisionTrainingArguments
 from .checkpoints import output_folder
-from .distillation import DISTILLATION_TYPES, ImageTeacher, distillation_loss
-from .trainer import BaseTrainingArguments, ToSTTrainer
+from .distillation import ImageTeacher, distillation_loss
+from .trainer import ToSTTrainer
 
 
 NO_WEIGHT_DECAY = ("class_token", "temperature")
 EMA_FOLDER = "ema"
 
 
-@dataclass
-class ToSTVisionTrainingArguments(BaseTrainingArguments):
-    """`TrainingArguments` with augmentation, EMA weights, BatchNorm options and distillation, all off by default.
-
-    The authors' settings (paper, arXiv 2412.17810, and XCiT's code) are in `examples/recipes/image_pretraining.yaml` and
-    `image_finetuning.yaml`.
-
-    Raises:
-        ValueError: a value is outside its range.
-
-    Example, with the augmentation of the paper's fine-tuning:
-
-    ```python
-    >>> from tost_hf import ToSTVisionTrainingArguments
-
-    >>> args = ToSTVisionTrainingArguments("out", learning_rate=1e-4, rand_augment_operations=2)
-    >>> args.rand_augment_magnitude, args.mixup
-    (14.0, 0.0)
-    ```
-    """
-
-    ranges = BaseTrainingArguments.ranges | {
-        "ema_decay": (0, 1),
-        "random_erasing": (0, 1),
-        "min_crop_scale": (0.001, 1),
-        "crop_padding": (0, 1000),
-        "rand_augment_probability": (0, 1),
-        "rand_augment_magnitude": (0, 30),
-        "rand_augment_std": (0, 30),
-        "rand_augment_operations": (0, 100),
-        "repeated_augmentation": (1, 1000),
-        "mixup": (0, 1000),
-        "cutmix": (0, 1000),
-        "distillation_alpha": (0, 1),
-        "distillation_tau": (0.001, 1000),
-    }
-
-    ema_decay: float = field(default=0.0, metadata={"help": "Decay of the EMA weights; 0 for none."})
-    mixup: float = field(default=0.0, metadata={"help": "Mixup's alpha; 0 for none."})
-    cutmix: float = field(default=0.0, metadata={"help": "CutMix's alpha; 0 for none."})
-    random_erasing: float = field(default=0.0, metadata={"help": "Probability of erasing a rectangle."})
-    repeated_augmentation: int = field(
-        default=1, metadata={"help": "Views of an image per epoch, in place of views of other images."}
-    )
-    min_crop_scale: float = field(
-        default=0.08, metadata={"help": "The smallest fraction of an image's area that RandomResizedCrop crops."}
-    )
-    crop_padding: int = field(
-        default=0,
-        metadata={
-            "help": "Pixels of reflected padding from which a window of the image's size is cropped, in place of "
-            "RandomResizedCrop; 0 for none. Usual for small images."
-        },
-    )
-    rand_augment_operations: int = field(default=0, metadata={"help": "RandAugment's number of operations; 0 for none."})
-    rand_augment_magnitude: float = field(default=14.0, metadata={"help": "RandAugment's magnitude, from 0 to 30."})
-    rand_augment_std: float = field(default=0.0, metadata={"help": "Standard deviation of RandAugment's magnitude."})
-    rand_augment_probability: float = field(
-        default=1.0, metadata={"help": "Probability of applying an operation that RandAugment chose."}
-    )
-    sync_batch_norm: bool = field(
-        default=False, metadata={"help": "Synchronize the stem's BatchNorm over all processes (SyncBatchNorm)."}
-    )
-    freeze_batch_norm: bool = field(
-        default=False,
-        metadata={"help": "Normalize by BatchNorm's running statistics in training, too, without updating them."},
-    )
-    distillation_type: str = field(
-        default="none",
-        metadata={
-            "help": "How the teacher's logits are used (DeiT, arXiv 2012.12877): soft for its distribution, hard for its most "
-            "likely class.",
-            "choices": ["none", "soft", "hard"],
-        },
-    )
-    distillation_alpha: float = field(
-        default=0.5, metadata={"help": "Weight of the teacher's part of the loss; the rest is that of the labels."}
-    )
-    distillation_tau: float = field(default=1.0, metadata={"help": "Temperature of soft distillation."})
-    remove_unused_columns: bool = field(
-        default=False, metadata={"help": "Whether to drop columns that the model's forward does not accept."}
-    )
-
-    def __post_init__(self):
-        if self.distillation_type not in DISTILLATION_TYPES:
-            choices = ", ".join(DISTILLATION_TYPES)
-            raise ValueError(f"distillation_type must be one of {choices}, got {self.distillation_type!r}.")
-        super().__post_init__()
-
-
-class _VisionCallback(TrainerCallback):
-    """Sets the sampler's epoch, updates the EMA weights after each step, and loads those of the best model."""
+class _EMACallback(TrainerCallback):
+    """Restores the EMA weights, updates them after each step, and loads those of the best model."""
 
     def __init__(self, trainer: "ToSTVisionTrainer"):
         self.trainer = trainer
 
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        sampler = getattr(self.trainer.train_dataset, "sampler", None)
-        if sampler is not None:
-            sampler.epoch = int(state.epoch)  # Accelerate does not set it when a run resumes on several processes
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        if self.trainer.checkpoint is not None:
+            self.trainer.load_ema(self.trainer.checkpoint)
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.trainer.ema is not None:
-            self.trainer.ema.update_parameters(self.trainer.model)
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        assert self.trainer.ema is not None
+        self.trainer.ema.update_parameters(self.trainer.model)
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args, state, control, **kwargs) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:  # Trainer has loaded its weights
             self.trainer.load_ema(state.best_model_checkpoint)
 
@@ -144,8 +53,7 @@ class ToSTVisionTrainer(ToSTTrainer):
     model contain it as a model in the folder `ema` (`from_pretrained(folder, subfolder="ema")`); it is restored on resuming
     and with `load_best_model_at_end`, and evaluated in addition to the weights (`eval_ema_...`).
 
-    The class token and XCA's `temperature` have no weight decay, either. A `sampler` of the training data set determines its
-    order (see `tost_hf.training.augmentation.RepeatedSampler`).
+    The class token and XCA's `temperature` have no weight decay, either.
 
     With a teacher the loss is (1 - `distillation_alpha`) of the cross-entropy with the labels, and `distillation_alpha` of
     `tost_hf.training.distillation.distillation_loss` (DeiT, arXiv 2012.12877, eq. 2 and 3). The teacher sees the augmented and
@@ -202,7 +110,8 @@ class ToSTVisionTrainer(ToSTTrainer):
             self.teacher.model.to(args.device)
         self.label_smoother = None  # compute_loss applies label smoothing, in training only
         self.model_accepts_loss_kwargs = False  # the loss is the mean of a micro-batch
-        self.add_callback(_VisionCallback(self))
+        if args.ema_decay > 0:
+            self.add_callback(_EMACallback(self))
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         model = super().prepare_model(model)
@@ -248,10 +157,6 @@ class ToSTVisionTrainer(ToSTTrainer):
             loss = (1 - args.distillation_alpha) * loss + args.distillation_alpha * teacher_loss
         return (loss, outputs) if return_outputs else loss
 
-    def _get_train_sampler(self, train_dataset=None):
-        train_dataset = self.train_dataset if train_dataset is None else train_dataset
-        return getattr(train_dataset, "sampler", None) or super()._get_train_sampler(train_dataset)
-
     @contextmanager
     def averaged_weights(self):
         """Context in which the model has the EMA weights."""
@@ -278,24 +183,23 @@ class ToSTVisionTrainer(ToSTTrainer):
                 metrics |= super().evaluate(eval_dataset, ignore_keys, f"{metric_key_prefix}_{EMA_FOLDER}")
         return metrics
 
-    def required_files(self) -> list[str]:
-        return super().required_files() + [f"{EMA_FOLDER}/{SAFE_WEIGHTS_NAME}"] * (self.ema is not None)
+    def checkpoint_files(self) -> list[str]:
+        return super().checkpoint_files() + [f"{EMA_FOLDER}/{SAFE_WEIGHTS_NAME}"] * (self.ema is not None)
 
-    def _save(self, output_dir: str | None = None, state_dict=None):
-        super()._save(output_dir, state_dict)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)  # a push calls this method again, before it uploads
         if self.ema is not None and self.args.should_save:
-            with self.averaged_weights():
-                super()._save(os.path.join(output_dir or output_folder(self), EMA_FOLDER))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None):
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.load_ema(resume_from_checkpoint)
+            folder = Path(output_dir or output_folder(self), EMA_FOLDER)
+            model: Any = self.accelerator.unwrap_model(self.model)
+            model.save_pretrained(folder, state_dict=self.ema.module.state_dict())
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
 
     def load_ema(self, checkpoint: str) -> None:
-        """Loads the EMA weights of a checkpoint folder; does nothing without `ema_decay`."""
-        if self.ema is not None:
-            self.ema.module.load_state_dict(load_file(os.path.join(checkpoint, EMA_FOLDER, SAFE_WEIGHTS_NAME)))
-            self.ema.n_averaged.fill_(1)
+        """Loads the EMA weights of a checkpoint folder."""
+        assert self.ema is not None
+        self.ema.module.load_state_dict(load_file(Path(checkpoint, EMA_FOLDER, SAFE_WEIGHTS_NAME)))
+        self.ema.n_averaged.fill_(1)
 
 
 __all__ = ["ToSTVisionTrainer", "ToSTVisionTrainingArguments"]
