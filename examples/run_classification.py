@@ -53,7 +53,7 @@ from scripting import (
     save_with_section,
     set_up_logging,
 )
-from texts import train_bpe
+from texts import choose_batch_size, train_bpe
 from tokenizers import processors
 from training_runs import report_final_metrics, train_and_report
 from transformers import (
@@ -200,7 +200,13 @@ def tokenize(split: str, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, m
         input_ids = tokenizer(examples["text"], return_attention_mask=False, verbose=False, **options)["input_ids"]
         return {"input_ids": input_ids, "length": [len(ids) for ids in input_ids]}
 
-    encoded = dataset.map(encode, batched=True, remove_columns=dataset.column_names, desc=f"Tokenizing the {split} texts")
+    encoded = dataset.map(
+        encode,
+        batched=True,
+        batch_size=choose_batch_size(split, dataset),
+        remove_columns=dataset.column_names,
+        desc=f"Tokenizing the {split} texts",
+    )
     lengths = sorted(encoded["length"])
     cut = sum(length == max_length for length in lengths)
     logger.info(
@@ -228,6 +234,7 @@ def load_tokenizer(model_args: ModelArguments, splits: dict[str, Dataset]) -> Pr
     if model_args.tokenizer_vocab_size is not None:
         if name is not None or "train" not in splits:
             raise ValueError("--tokenizer_vocab_size is for a new model of training texts, without --tokenizer_name.")
+        logger.info(f"Training a tokenizer of {model_args.tokenizer_vocab_size:,} tokens on the training texts ...")
         return train_tokenizer(splits["train"]["text"], model_args.tokenizer_vocab_size)
     if name is None:
         raise ValueError("A model from scratch needs --tokenizer_name, a folder or a Hub id, or --tokenizer_vocab_size.")
@@ -357,7 +364,8 @@ def main(args: list[str] | None = None) -> None:
             split = "test" if training_args.do_predict else "validation"
             report_results(trainer, examples[split], split, data_args)
 
-    train_and_report(trainer, model_args, data_args, "text-classification", "texts", samples, report_final_split)
+    longest = max(examples["train"]["length"]) if "train" in examples else None
+    train_and_report(trainer, model_args, data_args, "text-classification", "texts", samples, longest, report_final_split)
 
 
 if __name__ == "__main__":

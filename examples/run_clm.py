@@ -149,7 +149,7 @@ def main(args: list[str] | None = None) -> None:
     limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
     counts = {name: len(dataset) if isinstance(dataset, Dataset) else limits[name] for name, dataset in blocks.items()}
     samples = {"train": counts.get("train"), "eval": counts.get("validation")}
-    train_and_report(trainer, model_args, data_args, "text-generation", f"blocks of {block_size} tokens", samples)
+    train_and_report(trainer, model_args, data_args, "text-generation", f"blocks of {block_size} tokens", samples, block_size)
 
 
 if __name__ == "__main__":

@@ -130,7 +130,10 @@ class _Parser(HfArgumentParser):
         raise ValueError(f"{message}; --help lists the arguments.")
 
     def parse_known_args(self, args=None, namespace=None):
-        """Replaces defaults of Trainer: 50 losses and ten checkpoints; with --do_eval, evaluation at first and each epoch."""
+        """Replaces defaults of Trainer: 50 losses and ten checkpoints, of which two and the best are kept.
+
+        With --do_eval, evaluation is before training and after each epoch.
+        """
         defaults = {action.dest: action.default for action in self._actions}
         fractions = {"logging_steps": 0.02, "save_steps": 0.1}
         self.set_defaults(**{name: value for name, value in fractions.items() if defaults.get(name) == 500})
@@ -145,6 +148,8 @@ class _Parser(HfArgumentParser):
             evaluates = namespace.do_train and namespace.do_eval
             namespace.eval_strategy = "epoch" if evaluates else "no"
             namespace.eval_on_start = namespace.eval_on_start or evaluates
+        if "save_total_limit" in defaults and namespace.save_total_limit is None:
+            namespace.save_total_limit = 3 if namespace.load_best_model_at_end else 2
         return namespace, unknown_args
 
 
@@ -327,6 +332,11 @@ class _Formatter(logging.Formatter):
         return message if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {message}"
 
 
+def is_news(record: logging.LogRecord) -> bool:
+    """False for the warning that checkpoints are ordered by their steps, as all are of the same second."""
+    return "mtime may not be reliable" not in record.getMessage()
+
+
 def set_up_logging(training_args: TrainingArguments, script_logger: logging.Logger) -> None:
     """Shows the scripts' own messages on the main process, and those of the libraries as --log_level says."""
     handler = logging.StreamHandler(sys.stdout)
@@ -338,6 +348,7 @@ def set_up_logging(training_args: TrainingArguments, script_logger: logging.Logg
         each_logger.setLevel(logging.INFO if is_default and training_args.should_log else level)
     if is_default:
         transformers.utils.logging.disable_progress_bar()  # of loading and saving; not that of training
+        logging.getLogger("transformers.trainer_utils").addFilter(is_news)
     datasets.utils.logging.set_verbosity(level)
     datasets.utils.logging.disable_propagation()  # or the root logger prints its records a second time
     transformers.utils.logging.set_verbosity(level)

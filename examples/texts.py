@@ -250,7 +250,6 @@ def train_bpe(
         vocab_size=vocab_size,
         special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
@@ -306,6 +305,15 @@ def choose_eos(files: list[str] | None, tokenizer: PreTrainedTokenizerBase, data
     return tokenizer.eos_token_id if add_eos else None
 
 
+def choose_batch_size(split: str, dataset, maximum: int = 1_000) -> int:
+    """How many texts to tokenize together: of about 4 MB, which takes two seconds, so that a progress bar moves."""
+    if isinstance(dataset, Dataset):
+        size = dataset.data.nbytes / max(1, len(dataset))
+    else:
+        size = len(str(first_example(split, dataset)))
+    return max(1, min(maximum, int(4e6 / max(1.0, size))))
+
+
 def pack(
     split: str, dataset, files: list[str] | None, tokenizer: PreTrainedTokenizerBase, block_size: int, text_args, **options
 ):
@@ -315,7 +323,9 @@ def pack(
     return dataset.map(
         pack_into_blocks,
         batched=True,
-        batch_size=10_000 if is_line_based(files) else 1_000,  # each batch drops less than a block
+        batch_size=choose_batch_size(
+            split, dataset, 10_000 if is_line_based(files) else 1_000
+        ),  # each drops less than a block
         remove_columns=dataset.column_names or list(first_example(split, dataset)),
         features=Features({"input_ids": List(token_type, length=block_size)}),
         fn_kwargs={

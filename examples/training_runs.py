@@ -11,18 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from matplotlib.figure import Figure
 from scripting import recorded_command
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ProgressCallback
 
 from tost_hf.files import CURVES, RUN_ARGUMENTS, TRAINER_STATE, staged_file
-from tost_hf.training.checkpoints import choose_checkpoint
+from tost_hf.training.checkpoints import choose_checkpoint, list_checkpoints
 
 
 logger = logging.getLogger("scripting.training_runs")  # at the level of the scripts
 
 MIN_LOGGING_STEPS = 10
+PROBE_TOKENS = 64
 SPEED_METRICS = ("runtime", "per_second", "samples", "preparation_time")
 USAGE = """python -c "import tost_hf, transformers; print(transformers.pipeline('{task}', {folder!r})({example}))\""""
 NEXT_STEPS = {
@@ -135,6 +137,50 @@ def describe_run(trainer: Trainer, model_args, data_args, examples: str, samples
     logger.info(f"Data: {name}; {examples}: {sizes}" if sizes else f"Data: {name}")
 
 
+def estimate_memory(trainer: Trainer, tokens: int) -> float:
+    """The bytes that a training step adds to those of the weights, extrapolated from a few tokens, as all of it is linear.
+
+    They are of the gradients, the two moments of AdamW, what autograd saves, and two copies of the logits in the loss.
+
+    Args:
+        trainer: with training examples of "input_ids" and "labels".
+        tokens: of a batch on one device, with padding.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model).train()
+    example = trainer.train_dataset[0]
+    batch = trainer.data_collator([{name: example[name] for name in ("input_ids", "labels") if name in example}])
+    batch = {name: (x[:, :PROBE_TOKENS] if x.ndim > 1 else x).to(trainer.args.device) for name, x in batch.items()}
+    sizes: dict[int, int] = {}
+
+    def record(x: torch.Tensor) -> torch.Tensor:
+        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    saved_tensors = torch.autograd.graph.saved_tensors_hooks(record, lambda x: x)
+    with torch.random.fork_rng(), trainer.accelerator.autocast(), trainer.compute_loss_context_manager(), saved_tensors:
+        _, outputs = trainer.compute_loss(model, batch, return_outputs=True)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    saved = sum(sizes.values()) - sum(sizes.get(x.untyped_storage().data_ptr(), 0) for x in model.parameters())
+    logits = outputs.get("logits")
+    saved += 0 if logits is None else 8 * logits.numel()
+    return 3 * sum(x.numel() * x.element_size() for x in parameters) + saved / batch["input_ids"].numel() * tokens
+
+
+def describe_memory(trainer: Trainer, longest: int | None) -> None:
+    """Logs the memory of a training step if it can be estimated.
+
+    Args:
+        longest: tokens of the longest training example; None if the examples are no texts.
+    """
+    args = trainer.args
+    if longest is None or args.world_size > 1 or args.gradient_checkpointing or not isinstance(trainer.train_dataset, Dataset):
+        return
+    count = min(args.train_batch_size, len(trainer.train_dataset))
+    size = estimate_memory(trainer, count * longest) / 1e6
+    amount = f"{size / 1000:.1f} GB" if size >= 1000 else f"{size:.0f} MB"
+    logger.info(f"Memory of a training step: about {amount}, for {count} x {longest:,} tokens")
+
+
 def summarize(trainer: Trainer, task: str, time: str, metrics: dict | None) -> None:
     """Logs the metrics before and after training, its time, the folder, and commands to continue with.
 
@@ -156,6 +202,12 @@ def summarize(trainer: Trainer, task: str, time: str, metrics: dict | None) -> N
         path = shlex.quote(folder)
         files = f"The model, its card and {CURVES}" if Path(folder, CURVES).is_file() else "The model and its card"
         logger.info(f"\n{time} {files} are in {folder}.")
+        if checkpoints := list_checkpoints(folder).values():
+            size = sum(file.stat().st_size for path in checkpoints for file in path.rglob("*") if file.is_file()) / 1e6
+            logger.info(
+                f"The {len(checkpoints)} checkpoints there ({size:.0f} MB) continue the run if it gets more steps; "
+                f"--save_total_limit {trainer.args.save_total_limit} kept them."
+            )
         if trainer.processing_class is not None:
             logger.info("Next:\n  " + NEXT_STEPS[task].format(task=task, folder=folder, path=path))
             logger.info(f"  tost-hf publish {path} OWNER/NAME --license apache-2.0")
@@ -171,6 +223,7 @@ def train_and_report(
     task: str,
     examples: str,
     samples: dict[str, int | None],
+    longest: int | None = None,
     before_card: Callable = lambda: None,
 ) -> None:
     """Trains and evaluates as requested by the arguments, writes results and a model card, and pushes if requested.
@@ -181,6 +234,7 @@ def train_and_report(
         task: its name on the Hub.
         examples: what an example is, in the plural, such as "images".
         samples: number of examples of "train" and "eval", None if unknown.
+        longest: tokens of the longest training example, if they are texts.
         before_card: called after training and evaluation, before the card is written.
     """
     args, time, metrics = trainer.args, "", None
@@ -189,6 +243,7 @@ def train_and_report(
     trainer.add_callback(CurvesCallback())
     describe_run(trainer, model_args, data_args, examples, samples)
     if args.do_train:
+        describe_memory(trainer, longest)
         time = train(trainer, model_args, data_args, samples["train"])
     elif not Path(args.output_dir, RUN_ARGUMENTS).exists():
         record_run(trainer, model_args, data_args)

@@ -108,16 +108,6 @@ def test_resuming_from_an_earlier_checkpoint_is_bit_equal(make, output_dir):
     make().train(resume_from_checkpoint=str(output_dir / "checkpoint-6"))  # it is complete again
 
 
-def test_resuming_with_texts_grouped_by_length_is_bit_equal(make, tmp_path):
-    """Also in the second epoch; Trainer's sampler would draw another order."""
-    options = {"train_sampling_strategy": "group_by_length", "max_steps": 12, "save_total_limit": None}
-    expected = text_runs.train(make(**options))
-    for step in (2, 10):
-        trainer = make(**options, output_dir=str(tmp_path / f"from-{step}"))
-        trainer.train(resume_from_checkpoint=str(tmp_path / f"out/checkpoint-{step}"))
-        assert [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] == expected
-
-
 def test_resume_from_checkpoint_values(make, output_dir, tmp_path):
     checkpoint = str(output_dir / "checkpoint-2")
     assert choose_checkpoint(make(), checkpoint) == checkpoint

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +89,18 @@ def test_scripts_print_characters_that_the_encoding_lacks(monkeypatch):
     runpy.run_path(str(Path(__file__).parents[1] / "examples/script_setup.py"))
     print("модель", flush=True)
     assert buffer.getvalue().strip() == b"??????"
+
+
+@pytest.mark.parametrize("value, calls", [("1", [(-3, 2**30), (-1, 2**31 - 1)]), ("0", [])])
+def test_scripts_keep_freed_memory_on_cpus_with_glibc(monkeypatch, value, calls):
+    actual = []
+    monkeypatch.setenv("TOST_KEEP_FREED_MEMORY", value)
+    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(mallopt=lambda *args: actual.append(args)))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    runpy.run_path(str(Path(__file__).parents[1] / "examples/script_setup.py"))
+    assert actual == calls
 
 
 def test_init(small_presets, tmp_path, capsys):

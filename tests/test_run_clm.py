@@ -11,13 +11,14 @@ import run_clm
 import scripting
 import texts
 import torch
+import training_runs
 from conftest import randomize, small_config
 from datasets import Dataset
 from scripts import EXAMPLES, launch, losses
-from text_runs import EOS, TINY
+from text_runs import EOS, TINY, token_ids, training_args
 from transformers import AutoTokenizer
 
-from tost_hf import ToSTForCausalLM
+from tost_hf import ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
 
 
 RUN_CLM = EXAMPLES / "run_clm.py"
@@ -212,6 +213,37 @@ def test_restarting_a_finished_run_trains_no_step(tmp_path, clm_args, monkeypatc
         assert json.loads((out / "trainer_state.json").read_text())["global_step"] == len(losses(out)) == 4
     assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
     assert "do_eval" not in changes or json.loads((out / "eval_results.json").read_text())["perplexity"] > 1
+
+
+@pytest.mark.parametrize("args, limit", [([], 2), (["--load_best_model_at_end"], 3), (["--save_total_limit", "0"], 0)])
+def test_checkpoints_that_are_kept(args, limit):
+    options = ["--output_dir", "out", "--use_cpu", "--eval_strategy", "steps", "--save_strategy", "steps", *args]
+    assert scripting.parse_args(options, ToSTTrainingArguments)[0].save_total_limit == limit
+
+
+def test_memory_of_a_step_is_extrapolated(tmp_path, tiny_config):
+    """What autograd saves for four texts, from 64 tokens of one."""
+    model, dataset = ToSTForCausalLM(tiny_config), token_ids(4, length=128)
+    ids, sizes = torch.tensor(dataset["input_ids"]), {}
+
+    def record(x):
+        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
+        output = model(ids, labels=ids)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved = sum(size for pointer, size in sizes.items() if pointer not in parameters) + 8 * output.logits.numel()
+    trainer = ToSTTrainer(model, training_args(tmp_path), train_dataset=dataset)
+    estimate = training_runs.estimate_memory(trainer, ids.numel())
+    assert estimate == pytest.approx(12 * model.num_parameters() + saved, rel=0.03)
+
+
+def test_long_documents_are_tokenized_in_small_batches():
+    for characters, size in ((1_000_000, 3), (100, 1000)):
+        dataset = Dataset.from_dict({"text": ["x" * characters] * 16})
+        assert texts.choose_batch_size("train", dataset) == size
+        assert texts.choose_batch_size("train", dataset.to_iterable_dataset()) == size
 
 
 def test_record_of_a_resumed_run(tmp_path, clm_args, monkeypatch):

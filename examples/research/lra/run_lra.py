@@ -91,7 +91,6 @@ class LRATrainingArguments(ToSTTrainingArguments):
     eval_strategy: str = HfArg(default="steps", help="When to evaluate: no, steps or epoch.")
     eval_steps: float = HfArg(default=0.02, help="Steps between evaluations, or a fraction of the run if below 1.")
     save_steps: float = HfArg(default=0.02, help="Steps between checkpoints, or a fraction of the run if below 1.")
-    save_total_limit: int | None = HfArg(default=2, help="Checkpoints to keep.")
     logging_steps: float = HfArg(default=0.002, help="Steps between losses in the log, or a fraction of the run.")
 
 

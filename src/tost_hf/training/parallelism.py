@@ -80,15 +80,11 @@ def is_tensor_parallel(model: nn.Module | None) -> bool:
     return getattr(model, "is_distributed_loading_by_transformers", False)
 
 
-def shard_loaded_weights(model: nn.Module) -> None:
-    """Makes `model.load_state_dict` accept the full weights of a checkpoint, which are sharded like the model's."""
-
-    def shard(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args) -> None:
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if prefix + name in state_dict:
-                state_dict[prefix + name] = _shard_like(state_dict[prefix + name], parameter)
-
-    model.register_load_state_dict_pre_hook(shard)
+def shard_loaded_weights(model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args) -> None:
+    """A hook of `model.load_state_dict`: the full weights of a checkpoint are sharded like the model's."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if prefix + name in state_dict:
+            state_dict[prefix + name] = _shard_like(state_dict[prefix + name], parameter)
 
 
 class FullOptimizerState:

@@ -132,7 +132,8 @@ class ToSTTrainer(Trainer):
                 if getattr(config, "pad_token_id", None) is None:  # Trainer sets it as well, with a warning
                     config.pad_token_id = tokenizer.pad_token_id
         if is_tensor_parallel(model):
-            shard_loaded_weights(model)
+            model.register_load_state_dict_pre_hook(shard_loaded_weights)
+        model.register_load_state_dict_post_hook(_ignore_tied_weights)
         return model if self.context_mesh is None else parallelize(model, self.context_mesh["cp"])
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -339,6 +340,14 @@ class ToSTTrainer(Trainer):
             write_card(self, language, license, tags, kwargs.get("dataset_tags"))
         else:  # for example an adapter
             super().create_model_card(language, license, tags, *args, **kwargs)
+
+
+def _ignore_tied_weights(model: nn.Module, incompatible_keys: Any) -> None:
+    """Trainer would warn of missing weights where tied ones are saved once."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    missing_keys = incompatible_keys.missing_keys
+    loaded = {id(parameter) for name, parameter in parameters.items() if name not in missing_keys}
+    missing_keys[:] = [name for name in missing_keys if name not in parameters or id(parameters[name]) not in loaded]
 
 
 def _get_use_cache(model: nn.Module | None) -> bool | None:
