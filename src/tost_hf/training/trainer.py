@@ -202,14 +202,14 @@ class ToSTTrainer(Trainer):
         return loader
 
     def _get_stream_loader(self, stream: PackedStream) -> StreamLoader:
-        args = self.args
-        groups = args.world_size // self._group_size
+        args, groups = self.args, self.args.world_size // self._group_size
         stream.shard(args.process_index // self._group_size, groups, args.dataloader_num_workers)
         if self._continues_stream:
             stream.load_state_dict(json.loads(Path(str(self.checkpoint), self._position_file).read_text(encoding="utf-8")))
         return StreamLoader(
             stream,
-            batch_size=args.train_batch_size,
+            # that of `auto_find_batch_size`, if it found one
+            batch_size=self.get_total_train_batch_size(args) // (args.gradient_accumulation_steps * groups),
             collate_fn=partial(collate_stream, self.data_collator),
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
