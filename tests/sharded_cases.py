@@ -68,6 +68,8 @@ def make_trainer(name: str, processes: int, output_dir: Path, **changes) -> ToST
     changes = {"max_steps": STEPS, "per_device_train_batch_size": BATCH // groups // accumulation_steps} | changes
     changes |= {"output_dir": str(output_dir), "total_batch_size": BATCH, "gradient_checkpointing": "checkpointing" in variant}
     changes["use_cpu"] = parallelism in (*ON_CPUS, "config cp")
+    if "grouped" in variant:
+        changes["train_sampling_strategy"] = "group_by_length"
     if "float32" in variant:
         changes["learning_rate"] = FLOAT32_RATE
     if parallelism == "config cp" and processes > 1:

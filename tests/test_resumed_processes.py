@@ -57,7 +57,9 @@ def kill_one_process(clients: Clients, run: Client, checkpoint: Path, delay: flo
     assert not any(Path(f"/proc/{process}").exists() for process in processes)
 
 
-@pytest.mark.parametrize("parallelism, processes", [("ddp", 2), ("fsdp2", 2), ("tp, stream", 2), ("ddp and cp, hybrid", 4)])
+@pytest.mark.parametrize(
+    "parallelism, processes", [("ddp, grouped", 2), ("fsdp2", 2), ("tp, stream", 2), ("ddp and cp, hybrid", 4)]
+)
 def test_run_with_a_killed_process_resumes_bit_for_bit(clients, tmp_path, parallelism, processes):
     """With dropout, and a checkpoint at every step."""
     seed = random.randrange(1_000_000)

@@ -196,9 +196,10 @@ class ToSTTrainer(Trainer):
         if self.args.train_sampling_strategy == "group_by_length" and batch_sampler is not None:
             # it draws from the global generator, which is in another state when a run resumes
             sampler = getattr(batch_sampler, "batch_sampler", batch_sampler).sampler
-            sampler.generator = torch.Generator()
             seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-            sampler.set_epoch = lambda epoch: sampler.generator.manual_seed(seed + epoch)  # called by Accelerate
+            sampler.generator = torch.Generator()
+            sampler.set_epoch = lambda epoch: sampler.generator.manual_seed(seed + epoch)
+            sampler.set_epoch(int(self._read_checkpoint_state().epoch or 0))  # later ones are set by Accelerate
         return loader
 
     def _get_stream_loader(self, stream: PackedStream) -> StreamLoader:
@@ -235,6 +236,11 @@ class ToSTTrainer(Trainer):
         """Files that this trainer needs to resume, in addition to Trainer's."""
         return [self._position_file] * (self._stream is not None and not self.args.ignore_data_skip)
 
+    def _read_checkpoint_state(self) -> TrainerState:
+        if self.checkpoint is None:
+            return TrainerState()
+        return TrainerState.load_from_json(str(Path(self.checkpoint, TRAINER_STATE)))
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """`Trainer.train`.
 
@@ -268,10 +274,8 @@ class ToSTTrainer(Trainer):
     def set_initial_training_values(self, *args, **kwargs) -> tuple:
         """No epochs if the checkpoint has all steps: Trainer would train one more, as it counts them after each step."""
         num_train_epochs, *others, max_steps = super().set_initial_training_values(*args, **kwargs)
-        if self.checkpoint is not None:
-            state = TrainerState.load_from_json(str(Path(self.checkpoint, TRAINER_STATE)))
-            num_train_epochs = 0 if state.global_step >= max_steps else num_train_epochs
-        return num_train_epochs, *others, max_steps
+        is_finished = self._read_checkpoint_state().global_step >= max_steps
+        return 0 if is_finished else num_train_epochs, *others, max_steps
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """`Trainer.save_model`; to a checkpoint also what this trainer needs to resume."""
