@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional as F
 from transformers import TrainingArguments
 
-from .distillation import DISTILLATION_TYPES
+
+DISTILLATION_TYPES = ("none", "soft", "hard")
 
 
 @dataclass

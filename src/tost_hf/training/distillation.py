@@ -9,9 +9,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, ViTImageProcessorPil
 
 
-DISTILLATION_TYPES = ("none", "soft", "hard")
-
-
 def distillation_loss(
     logits: torch.Tensor, teacher_logits: torch.Tensor, distillation_type: str, tau: float = 1.0
 ) -> torch.Tensor:
@@ -141,4 +138,4 @@ def _quote(names: list[str]) -> str:
     return (", ".join(map(repr, names[:5])) + ", ..." * (len(names) > 5)) or "none"
 
 
-__all__ = ["DISTILLATION_TYPES", "ImageTeacher", "distillation_loss"]
+__all__ = ["ImageTeacher", "distillation_loss"]
