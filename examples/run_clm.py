@@ -144,7 +144,7 @@ def main(args: list[str] | None = None) -> None:
         data_collator=collate_blocks,
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        callbacks=[TrainingFilesCallback(train_files)] if training_args.do_train else None,  # reads the files
+        callbacks=[TrainingFilesCallback(train_files, training_args.ignore_data_skip)] if training_args.do_train else None,
     )
     limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
     counts = {name: len(dataset) if isinstance(dataset, Dataset) else limits[name] for name, dataset in blocks.items()}

@@ -170,6 +170,7 @@ def test_resuming_a_finished_run_trains_no_step(make, output_dir):
     for length in ({"max_steps": 6}, {"max_steps": 5}, {"max_steps": -1, "num_train_epochs": 0.5}):
         trainer = make(**length)
         assert trainer.train(resume_from_checkpoint=True).global_step == 6
+        assert trainer.state.num_train_epochs == 1
         actual = trainer.model.state_dict()
         assert all(torch.equal(actual[name], value) for name, value in expected.items())
 

@@ -14,13 +14,17 @@ import prepare_tokens
 import pytest
 import run_clm
 import texts
+from conftest import small_config
 from datasets import Dataset, load_from_disk
 from packaging.version import Version
 from scripting import read_dataset
 from scripts import EXAMPLES, command_line, launch, losses
+from sharded_cases import make_stream as make_documents_stream
+from text_runs import train, training_args
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
+from tost_hf import ToSTForCausalLM, ToSTTrainer
 from tost_hf.training.streams import POSITION, PackedStream, collate_blocks, collate_stream
 
 
@@ -112,6 +116,20 @@ STREAMING_ARGS = {"streaming": True, "shuffle_buffer": 10, "max_steps": 14, "sav
 def delete_after_step_7(output_dir) -> None:
     shutil.rmtree(output_dir / "checkpoint-14")
     (output_dir / "trainer_state.json").unlink()
+
+
+def test_trainer_resumes_a_stream(tmp_path):
+    """Also in a second training of the same trainer; the arguments stay as they are."""
+    model = ToSTForCausalLM(small_config(vocab_size=100, hidden_dropout=0.1))
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    args = training_args(tmp_path, max_steps=6, save_strategy="steps", save_steps=2)
+    trainer = ToSTTrainer(model, args, train_dataset=make_documents_stream(), data_collator=collate_blocks)
+    expected = train(trainer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
+    assert [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] == expected
+    model.load_state_dict(weights)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected[0], rel=0.05) and not args.ignore_data_skip
 
 
 @pytest.mark.slow

@@ -271,7 +271,7 @@ def test_trainer_equals_a_training_loop(tmp_path, tiny_config):
 PUBLIC_METHODS = {"call_model_init", "compute_loss", "compute_loss_context_manager", "create_model_card", "create_optimizer"}
 PUBLIC_METHODS |= {"evaluate", "evaluation_loop", "get_decay_parameter_names", "get_eval_dataloader", "get_test_dataloader"}
 PUBLIC_METHODS |= {"get_total_train_batch_size", "get_train_dataloader", "init_hf_repo", "prediction_step", "save_model"}
-PUBLIC_METHODS |= {"set_initial_training_values", "train"}
+PUBLIC_METHODS |= {"create_accelerator_and_postprocess", "set_initial_training_values", "train"}
 
 
 def test_trainers_override_public_methods_only():

@@ -72,27 +72,25 @@ class TrainingFilesCallback(TrainerCallback, ExportableState):
 
     Args:
         paths: local files, or folders of them; anything else (a URL, an id) is compared by name.
+        ignore_data_skip: that of the training arguments.
     """
 
-    def __init__(self, paths: list[str]):
+    def __init__(self, paths: list[str], ignore_data_skip: bool = False):
+        self.ignore_data_skip = ignore_data_skip
         candidates = [file for path in map(Path, paths) for file in (path.rglob("*") if path.is_dir() else [path])]
         stats = {file: file.stat() for file in candidates if file.is_file()}
         self.files = [[str(file)] for file in candidates if file not in stats and not file.is_dir()]
         self.files += [[file.name, str(stat.st_size), str(stat.st_mtime_ns)] for file, stat in stats.items()]
         self.files.sort()
-        self.accepts_changes = False
 
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"files": self.files}}
-
-    def on_init_end(self, args, state, control, **kwargs) -> None:
-        self.accepts_changes = args.ignore_data_skip  # which ToSTTrainer changes in the training on a stream
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         """Raises a ValueError that names the files that differ."""
         name = type(self).__name__
         saved_state = state.stateful_callbacks.get(name)
-        if saved_state is not None and not self.accepts_changes:
+        if saved_state is not None and not self.ignore_data_skip:
             saved, current = ({tuple(file) for file in files} for files in (saved_state["attributes"]["files"], self.files))
             if names := sorted({file[0] for file in saved ^ current}):
                 raise ValueError(

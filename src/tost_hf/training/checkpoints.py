@@ -2,7 +2,7 @@
 """The newest complete checkpoint, to resume from it after a run that was killed.
 
 A checkpoint is complete if it has `trainer_state.json`, which Trainer writes last, the weights and, unless `save_only_model`,
-the optimizer, and if none of its files is cut off, as a full disk or a power failure leaves them.
+the optimizer and the random states, and if none of these files is cut off, as a full disk or a power failure leaves them.
 """
 
 import json
@@ -20,6 +20,10 @@ from ..files import TRAINER_STATE, open_safetensors
 
 
 logger = logging.getLogger(__name__)
+
+WEIGHTS = "*model*.safetensors or */adapter_model.safetensors or pytorch_model*.bin"
+CHECKED = ["*model*.safetensors", "*/*model*.safetensors", "*model*.bin", "optimizer*", "scheduler.pt", "rng_state*.pth"]
+CHECKED += ["config.json", TRAINER_STATE]
 
 
 def output_folder(trainer: Trainer) -> Path:
@@ -104,12 +108,15 @@ def _find_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
     if trainer.is_deepspeed_enabled:
         required = ["latest"]  # names the folder with weights and optimizer
     else:
-        required = ["pytorch_model_fsdp*" if trainer.is_fsdp_enabled else "*model*.safetensors or */adapter_model.safetensors"]
+        required = ["pytorch_model_fsdp*" if trainer.is_fsdp_enabled else WEIGHTS]
         required += [] if trainer.args.save_only_model else ["optimizer*" if trainer.is_fsdp_enabled else "optimizer.pt"]
-    for patterns in [TRAINER_STATE, *required, *getattr(trainer, "checkpoint_files", list)()]:
+    if not trainer.args.save_only_model:
+        required.append("rng_state*.pth")
+    own_files = getattr(trainer, "checkpoint_files", list)()
+    for patterns in [TRAINER_STATE, *required, *own_files]:
         if not any(any(folder.glob(pattern)) for pattern in patterns.split(" or ")):
             yield f"{patterns} is missing"
-    for path in sorted(folder.rglob("*")):
+    for path in sorted({path for pattern in CHECKED + own_files for path in folder.glob(pattern)}):
         if path.is_file() and not _is_complete(path):
             yield f"{path.relative_to(folder).as_posix()} is cut off or damaged"
 

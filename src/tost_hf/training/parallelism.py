@@ -68,7 +68,6 @@ def make_context_mesh(args: Any, model: nn.Module | None) -> DeviceMesh | None:
             f"context_parallel_size {size} must divide the number of processes, {args.world_size}: start more "
             "with `accelerate launch --num_processes`."
         )
-    args.accelerator_config.dispatch_batches = False  # dispatching ignores the mesh
     # Accelerate's data loaders look up these dimension names
     return init_device_mesh(args.device.type, (args.world_size // size, size), mesh_dim_names=("dp_replicate", "cp"))
 
@@ -107,8 +106,13 @@ class FullOptimizerState:
         Args:
             keep: whether this process calls `state_dict`; all processes must call `gather`.
         """
+
+        def gather_tensor(x: DTensor) -> torch.Tensor | None:
+            full_tensor = x.full_tensor()
+            return full_tensor.cpu() if keep else None
+
         self._gathered_state = None
-        state = recursively_apply(_gather_tensor, self.optimizer.state_dict(), test_type=_is_sharded)
+        state = recursively_apply(gather_tensor, self.optimizer.state_dict(), test_type=_is_sharded)
         self._gathered_state = state if keep else None
 
     def _take_gathered_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -131,10 +135,6 @@ def _shard_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 def _is_sharded(x: Any) -> bool:
     return isinstance(x, DTensor)
-
-
-def _gather_tensor(x: DTensor) -> torch.Tensor:
-    return x.full_tensor().cpu()
 
 
 def _shard_like(x: Any, parameter: torch.Tensor) -> Any:

@@ -85,9 +85,11 @@ class ToSTTrainer(Trainer):
             super().__init__(model, args, **kwargs)
         finally:
             args.save_only_model = save_only_model
-        self._check_arguments()
-        if isinstance(args, BaseTrainingArguments) and args.total_batch_size is not None:
-            args.set_gradient_accumulation(args.world_size // self._group_size * max(1, args.n_gpu))
+        if self.context_mesh is not None and (args.label_smoothing_factor or self.compute_loss_func is not None):
+            raise ValueError(
+                "With context_parallel_size the model computes the loss, as a process has only the logits of its shard: "
+                "leave label_smoothing_factor and compute_loss_func out."
+            )
         _set_use_cache(self.model, self._use_cache)  # Trainer has set it to that of the arguments, which would be saved
         if self.model_init is None:
             self.model = self.model_wrapped = self.prepare_model(self.model)
@@ -95,18 +97,19 @@ class ToSTTrainer(Trainer):
         if self._stream is not None:
             self.add_callback(StreamProgressCallback())
 
-    def _check_arguments(self) -> None:
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
         fsdp_requested = self.args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP") == "true"
         if self.args.world_size > 1 and fsdp_requested and not self.is_fsdp_enabled:
             raise ValueError(
                 "FSDP was requested, but Accelerate shards no model on CPUs: each process would store all of it. Train on "
                 "devices that Accelerate supports, or without FSDP."
             )
-        if self.context_mesh is not None and (self.args.label_smoothing_factor or self.compute_loss_func is not None):
-            raise ValueError(
-                "With context_parallel_size the model computes the loss, as a process has only the logits of its shard: "
-                "leave label_smoothing_factor and compute_loss_func out."
-            )
+        if self.context_mesh is not None:
+            self.accelerator.dataloader_config.dispatch_batches = False  # dispatching ignores the mesh
+        if isinstance(self.args, BaseTrainingArguments) and self.args.total_batch_size is not None:
+            data_parallel_size = self.args.world_size // self._group_size
+            self.args.set_gradient_accumulation(data_parallel_size * max(1, self.args.n_gpu))
 
     # Model and optimizer ----------------------------------------------------------------------------------------------
 
@@ -133,7 +136,6 @@ class ToSTTrainer(Trainer):
                     config.pad_token_id = tokenizer.pad_token_id
         if is_tensor_parallel(model):
             model.register_load_state_dict_pre_hook(shard_loaded_weights)
-        model.register_load_state_dict_post_hook(_ignore_tied_weights)
         return model if self.context_mesh is None else parallelize(model, self.context_mesh["cp"])
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -256,9 +258,11 @@ class ToSTTrainer(Trainer):
         ignore_data_skip = self.args.ignore_data_skip
         self._continues_stream = self.checkpoint is not None and not ignore_data_skip
         self.args.ignore_data_skip |= self._stream is not None  # the stream continues by itself
+        hook = self.model.register_load_state_dict_post_hook(_ignore_tied_weights)
         try:
             return super().train(self.checkpoint, *args, **kwargs)
         finally:
+            hook.remove()
             self.args.ignore_data_skip = ignore_data_skip
 
     def _unprepare_model(self) -> None:
@@ -272,14 +276,16 @@ class ToSTTrainer(Trainer):
             self.model_wrapped = model
 
     def set_initial_training_values(self, *args, **kwargs) -> tuple:
-        """No epochs if the checkpoint has all steps: Trainer would train one more, as it counts them after each step."""
-        num_train_epochs, *others, max_steps = super().set_initial_training_values(*args, **kwargs)
-        is_finished = self._read_checkpoint_state().global_step >= max_steps
-        return 0 if is_finished else num_train_epochs, *others, max_steps
+        """If the checkpoint has all steps, as many epochs are trained: Trainer would train one more step."""
+        num_train_epochs, steps_per_epoch, *others, max_steps = super().set_initial_training_values(*args, **kwargs)
+        step = self._read_checkpoint_state().global_step
+        if step >= max_steps > 0:
+            num_train_epochs, steps_per_epoch = min(num_train_epochs, step), 1  # it divides the step by the latter
+        return num_train_epochs, steps_per_epoch, *others, max_steps
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """`Trainer.save_model`; to a checkpoint also what this trainer needs to resume."""
-        if not self.is_in_train or not Path(output_dir or "").name.startswith(PREFIX_CHECKPOINT_DIR):
+        if not _internal_call or Path(output_dir or "").name != f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}":
             return super().save_model(output_dir, _internal_call)
         folder = Path(str(output_dir))
         if self.args.should_save:  # a checkpoint that is overwritten is incomplete until it is saved

@@ -110,8 +110,8 @@ class ToSTVisionTrainer(ToSTTrainer):
             self.teacher.model.to(args.device)
         self.label_smoother = None  # compute_loss applies label smoothing, in training only
         self.model_accepts_loss_kwargs = False  # the loss is the mean of a micro-batch
-        if args.ema_decay > 0:
-            self.add_callback(_EMACallback(self))
+        if args.ema_decay > 0:  # before other callbacks, which may evaluate
+            self.callback_handler.callbacks.insert(0, _EMACallback(self))
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         model = super().prepare_model(model)
@@ -188,12 +188,9 @@ class ToSTVisionTrainer(ToSTTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)  # a push calls this method again, before it uploads
-        if self.ema is not None and self.args.should_save:
-            folder = Path(output_dir or output_folder(self), EMA_FOLDER)
-            model: Any = self.accelerator.unwrap_model(self.model)
-            model.save_pretrained(folder, state_dict=self.ema.module.state_dict())
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(folder)
+        if self.ema is not None:
+            with self.averaged_weights():
+                super().save_model(str(Path(output_dir or output_folder(self), EMA_FOLDER)), _internal_call=True)
 
     def load_ema(self, checkpoint: str) -> None:
         """Loads the EMA weights of a checkpoint folder."""
