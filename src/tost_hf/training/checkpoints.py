@@ -112,7 +112,7 @@ def _find_problems(trainer: Trainer, folder: Path) -> Iterator[str]:
         required += [] if trainer.args.save_only_model else ["optimizer*" if trainer.is_fsdp_enabled else "optimizer.pt"]
     if not trainer.args.save_only_model:
         required.append("rng_state*.pth")
-    own_files = getattr(trainer, "checkpoint_files", list)()
+    own_files: list[str] = getattr(trainer, "checkpoint_files", list)()
     for patterns in [TRAINER_STATE, *required, *own_files]:
         if not any(any(folder.glob(pattern)) for pattern in patterns.split(" or ")):
             yield f"{patterns} is missing"
