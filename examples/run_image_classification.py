@@ -316,10 +316,10 @@ def make_view(config: PreTrainedConfig, processor: ViTImageProcessorPil, trainin
     )
 
 
-def main(args: list[str] | None = None) -> None:
+def main(args: list[str] | None = None, model_arguments: type[ModelArguments] = ModelArguments) -> None:
     args = sys.argv[1:] if args is None else args
     model_args, data_args, training_args = parse_args(
-        args, ModelArguments, DataTrainingArguments, ToSTVisionTrainingArguments, description=__doc__
+        args, model_arguments, DataTrainingArguments, ToSTVisionTrainingArguments, description=__doc__
     )
     check_actions(training_args, "do_train", "do_eval")
     set_up_logging(training_args, logger)

@@ -37,6 +37,7 @@ from tost_hf.hub.cards import save_card
 from tost_hf.hub.loading import check_model_exists
 from tost_hf.hub.publishing import HUB_TOKEN
 from tost_hf.hub.results import shorten_paths
+from tost_hf.model.base_tost import RESEARCH_OPTIONS
 from tost_hf.model.configuration_tost import PRESETS
 from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 
@@ -218,6 +219,7 @@ def override_config(config: PreTrainedConfig, assignments: str | None, **default
     """
     overrides, fields = {}, config.to_dict()
     valid_keys = fields.keys() | {field.name for field in dataclasses.fields(config)}  # to_dict omits options that are off
+    valid_keys |= RESEARCH_OPTIONS.keys()  # rejected by the configuration, which names the module that has them
     for assignment in filter(None, re.split(r",(?![^\[{]*[]}])", assignments or "")):
         key, separator, value = assignment.partition("=")
         key = config.attribute_map.get(key.strip(), key.strip())

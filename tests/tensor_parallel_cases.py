@@ -17,7 +17,6 @@ HYBRID = ["tost_causal_statistics", "full_attention"]
 MODELS = OPTIONS | {
     "uneven vocabulary": {"vocab_size": 98, "max_position_embeddings": 64},
     "uneven MLP": {"intermediate_size": 51},
-    "unnormalized scores": {"normalize_scores": False},
     "one head": {"num_attention_heads": 1},
     "two groups of keys": {"layer_types": HYBRID, "num_key_value_heads": 1},
 }

@@ -24,7 +24,6 @@ from tost_hf import (
     ToSTForSequenceClassification,
     ToSTForTokenClassification,
     ToSTModel,
-    cli,
 )
 from tost_hf.hub import verify
 from tost_hf.hub.cards import build_card
@@ -54,8 +53,8 @@ def make_model(model_class=ToSTModel, dtype=torch.float64, **fields):
     return randomize(model_class(small_config(**fields))).eval().to(dtype)
 
 
-def reference_encoder(model: ToSTModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Reference implementation of the trunk for one sequence (T,); returns (T, D)."""
+def reference_encoder(model: ToSTModel, tokens: torch.Tensor, pre_norm: bool = True) -> torch.Tensor:
+    """Reference implementation of the base model for one sequence (T,); returns (T, D)."""
     config = model.config
     x = model.embed_tokens.weight[tokens] + model.embed_positions.weight[: len(tokens)]
     for layer in model.layers:
@@ -73,19 +72,18 @@ def reference_encoder(model: ToSTModel, tokens: torch.Tensor) -> torch.Tensor:
         def transform(x, mlp=mlp):
             return F.gelu(x @ mlp.up_proj.weight.T) @ mlp.down_proj.weight.T
 
-        if config.pre_norm:
+        if pre_norm:
             x = x + layer.attention_layer_scale * attend(input_norm(x))
             x = x + layer.mlp_layer_scale * transform(post_norm(x))
         else:
             x = input_norm(x + layer.attention_layer_scale * attend(x))
             x = post_norm(x + layer.mlp_layer_scale * transform(x))
-    return F.layer_norm(x, x.shape[-1:], model.norm.weight, None, config.layer_norm_eps) if config.pre_norm else x
+    return F.layer_norm(x, x.shape[-1:], model.norm.weight, None, config.layer_norm_eps) if pre_norm else x
 
 
-@pytest.mark.parametrize("pre_norm", [True, False])
 @torch.no_grad()
-def test_padded_encoder_equals_reference(pre_norm):
-    model = make_model(pre_norm=pre_norm)
+def test_padded_encoder_equals_reference():
+    model = make_model()
     tokens, mask = torch.randint(1, 97, (5, 12)), torch.ones(5, 12, dtype=torch.long)
     mask[0, :5] = mask[1, 8:] = mask[2, :2] = mask[2, 9:] = mask[3, 4:6] = 0
     out = model(tokens, attention_mask=mask, output_hidden_states=True, output_memberships=True)
@@ -186,7 +184,7 @@ def test_causal_model_loaded_as_encoder(tmp_path, model_class):
         (lambda config, tokens: ToSTModel(config)(tokens, use_cache=True), "encoder .*has no cache"),
         (lambda config, tokens: ToSTModel(config)(tokens, past_key_values=DynamicCache(config=config)), "has no cache"),
         (lambda config, tokens: ToSTForMaskedLM(small_config()), "of a causal model: set is_causal=False"),
-        (lambda config, tokens: ToSTConfig.from_preset("tost-lra-chess"), "no preset 'tost-lra-chess'.*tost-lra-text"),
+        (lambda config, tokens: ToSTConfig.from_preset("tost-lra-text"), "no preset 'tost-lra-text'.*tost-plus-base"),
     ],
 )
 def test_unsupported_uses_of_encoders_are_rejected(attempt, message):
@@ -218,22 +216,22 @@ def test_pipelines_do_not_depend_on_the_batch_size(task, model_class, tokenizer)
         assert all(x["score"] == pytest.approx(y["score"], rel=1e-4) for x, y in pairs)
 
 
-# Presets, the command line, cards -------------------------------------------------------------------------------------
+# Cards ------------------------------------------------------------------------------------------------------------------
 
 
-def test_init_card_info_and_trace_of_encoders(tmp_path):
+def test_card_info_and_trace_of_encoders(tmp_path):
     folder = tmp_path / "model"
-    assert cli.main(["init", "tost-lra-pathfinder", str(folder)]) == 0
+    make_model(ToSTForSequenceClassification, torch.float32, use_bias=True).save_pretrained(folder)
     facts = info(folder)
     assert facts["state"].startswith("none") and "is_causal False" in facts["options"]
     card = build_card(folder, license="mit").content
-    for words in ("A text encoder", "is_causal False", "pooling mean", "pre_norm False"):
+    for words in ("A text encoder", "is_causal False", "pooling mean"):
         assert words in card
     assert "goes beyond" not in card and "bytes per sequence" not in card and "Quality at equal width" not in card
     (folder / "README.md").write_text(card)
     assert all(check.passed for check in verify(folder))
     model = AutoModelForSequenceClassification.from_pretrained(folder)
-    assert trace_model(model, input_ids=torch.ones(2, 9, dtype=torch.long)).memberships.shape == (2, 2, 2, 9)
+    assert trace_model(model, input_ids=torch.ones(2, 9, dtype=torch.long)).memberships.shape == (2, 2, 4, 9)
 
 
 @pytest.mark.parametrize("model_class", list(HEADS.values()))

@@ -196,7 +196,7 @@ def cache_tensors(cache):
     return [x for layer in cache.layers for x in layer.tensors().values()]
 
 
-@pytest.mark.parametrize("options", [{}, {"forgetting": "token"}, {"normalize_scores": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"forgetting": "token"}], ids=str)
 @pytest.mark.parametrize("static", [False, True])
 def test_decoding_updates_the_cache_in_place(options, static, prompt):
     """But not the states that were read from it."""

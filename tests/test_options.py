@@ -22,6 +22,10 @@ from tost_hf import (
     save_cache,
 )
 from tost_hf.cache_files import state_bytes
+from tost_hf.convert import convert_to_original
+from tost_hf.hub.cards import build_card
+from tost_hf.hub.verification import info
+from tost_hf.interpret import trace_model
 from tost_hf.model.configuration_tost import OPTION_DEFAULTS
 from tost_hf.model.layers_tost import ShortConvolution
 
@@ -32,16 +36,14 @@ OPTIONS = {
     "conv": {"conv_kernel": 4},
     "head": {"forgetting": "head"},
     "token": {"forgetting": "token"},
-    "ista": {"mlp_type": "ista"},
-    "raw": {"normalize_scores": False},
     "hybrid": {"layer_types": [TSSA, FULL], "max_position_embeddings": None, "num_key_value_heads": 2},
     "sliding": {"layer_types": [SLIDING, TSSA, TSSA, SLIDING], "sliding_window": 5},
     "mixed": {"layer_types": [FULL, TSSA, SLIDING, TSSA], "sliding_window": 3, "forgetting": "token", "conv_kernel": 3},
     "rope": {"layer_types": [TSSA, SLIDING, FULL, FULL], "sliding_window": 8, "max_position_embeddings": None},
 }
 HYBRIDS = [("sliding",), ("mixed",), ("rope",)]
-COMPILED = [(), ("token", "conv", "hybrid"), ("ista", "raw", "conv")]
-COMBINATIONS = [*COMPILED, ("raw", "token"), ("head", "hybrid"), ("head", "conv"), *HYBRIDS]
+COMPILED = [(), ("token", "conv", "hybrid"), ("head", "conv")]
+COMBINATIONS = [*COMPILED, ("head", "hybrid"), *HYBRIDS]
 
 
 def build(names=(), dtype=torch.float64) -> ToSTForCausalLM:
@@ -252,11 +254,26 @@ def test_compiled_training_gives_the_same_gradients(model, tokens):
     torch.testing.assert_close(*gradients, **F64)
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_card_info_trace_and_conversion(hybrid, tokens, tmp_path):
+    options = {"forgetting": "token", "conv_kernel": 4} | (OPTIONS["hybrid"] if hybrid else {})
+    model = randomize(ToSTForCausalLM(small_config(**options)))
+    model.save_pretrained(tmp_path)
+    description, card = info(tmp_path), build_card(tmp_path, license="mit").content
+    assert all(x in description["options"] and x in card for x in ("forgetting token", "conv_kernel 4"))
+    assert "goes beyond the paper" in card
+    assert ("128 with every token" in card) == ("128 with every token" in description["state"]) == hybrid
+    trace = trace_model(model, input_ids=tokens)
+    torch.testing.assert_close(trace.memberships.sum(2), torch.ones_like(trace.memberships[:, :, 0]), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="the authors' format has"):
+        convert_to_original(tmp_path, tmp_path / "checkpoint.pth")
+
+
 def test_presets_beyond_the_paper():
     for name in ("tost-base", "tost-medium", "tost-large"):
         config = ToSTConfig.from_preset(name)
         assert config.options() == {}
-        assert not {*OPTION_DEFAULTS, "is_causal", "pooling", "pre_norm"} & config.to_diff_dict().keys()
+        assert not {*OPTION_DEFAULTS, "is_causal", "pooling"} & config.to_diff_dict().keys()
     plus = ToSTConfig.from_preset("tost-plus-base")
     assert plus.options() == {"forgetting": "token", "conv_kernel": 4} and plus.is_position_free
     hybrid = ToSTConfig.from_preset("tost-hybrid-base", num_hidden_layers=6)

@@ -17,7 +17,12 @@ from image_runs import NAMES, TINY, digit_pictures, load_processor, results, tin
 from PIL import Image as PILImage
 from safetensors.torch import load_file
 from scripts import EXAMPLES, environment, launch, losses
-from transformers import AutoModelForImageClassification, EvalPrediction, pipeline
+from transformers import AutoConfig, AutoModelForImageClassification, EvalPrediction, pipeline
+
+
+sys.path.append(str(EXAMPLES / "research"))
+
+import ablations
 
 from tost_hf import ToSTVisionConfig
 from tost_hf.image_processing import make_image_processor
@@ -59,9 +64,11 @@ def test_finetuning_with_the_ablations_of_the_paper(tmp_path, image_args, digit_
     """On a dataset loaded by name, with images that are resized without cropping."""
     changes = {"train_dir": None, "validation_dir": None, "dataset_name": digit_folder, "max_steps": 1, "do_eval": True}
     changes["config_overrides"] = f"{TINY},mlp_type=ista,normalize_scores=false"
-    script.main(image_args("image_finetuning", **changes))
-    config = ToSTVisionConfig.from_pretrained(tmp_path / "out")
-    assert (config.mlp_type, config.normalize_scores) == ("ista", False)
+    with pytest.raises(ValueError, match=r"mlp_type='ista'.*examples/research/ablations\.py"):
+        script.main(image_args("image_finetuning", **changes))
+    script.main(image_args("image_finetuning", **changes), ablations.ModelArguments)
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert (type(config), config.mlp_type, config.normalize_scores) == (ablations.ToSTVisionAblationConfig, "ista", False)
     processor = load_processor(tmp_path / "out")
     assert not processor.do_center_crop and dict(processor.size) == {"height": 16, "width": 16}
     assert not (tmp_path / "out/ema").exists() and "eval_ema_accuracy" not in results(tmp_path / "out")

@@ -27,7 +27,6 @@ import run_lra
 from records import read_records, select
 
 from tost_hf import ToSTForSequenceClassification
-from tost_hf.model.configuration_tost import LRA_PRESETS
 
 
 TINY = "num_hidden_layers=1,hidden_size=16,num_attention_heads=2,intermediate_size=32"
@@ -78,10 +77,9 @@ def lra_args(tmp_path):
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
-def make_model(attention: str, preset: str = "tost-lra-text", **fields):
+def make_model(attention: str, task: str = "text", **fields):
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    config = lra_models.make_config(preset, attention)
-    return lra_models.make_model(type(config).from_dict(config.to_dict() | sizes | fields)).eval()
+    return lra_models.make_model(lra_models.make_config(task, attention=attention, **sizes | fields)).eval()
 
 
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
@@ -101,11 +99,17 @@ def test_attention_of_the_baselines(attention):
 
 
 @pytest.mark.parametrize(
-    ("attention", "preset"), [*((kind, "tost-lra-text") for kind in lra_models.ATTENTION), ("tost", "tost-lra-retrieval")]
+    ("attention", "task"),
+    [
+        *((kind, "text") for kind in lra_models.ATTENTION),
+        ("tost", "retrieval"),
+        ("tost", "pathfinder"),
+        ("linear", "pathfinder"),
+    ],
 )
-def test_padding_does_not_change_logits_and_models_load(tmp_path, attention, preset):
-    model = make_model(attention, preset)
-    pairs = preset == "tost-lra-retrieval"
+def test_padding_does_not_change_logits_and_models_load(tmp_path, attention, task):
+    model = make_model(attention, task)
+    pairs = task == "retrieval"
     items = [{"input_ids": [5, 6, 7], "labels": 0}, {"input_ids": [8, 9, 10, 11, 12], "labels": 1}]
     items = [item | ({"other_input_ids": item["input_ids"][::-1][:4]} if pairs else {}) for item in items]
     with torch.no_grad():
@@ -115,18 +119,28 @@ def test_padding_does_not_change_logits_and_models_load(tmp_path, attention, pre
         model.save_pretrained(tmp_path)
         loaded = type(model).from_pretrained(tmp_path).eval()
         assert torch.equal(loaded(**lra_tasks.collate(items)).logits, padded_logits)
-    assert (type(model) is ToSTForSequenceClassification) == (attention == "tost" and not pairs)
+    assert (type(model) is ToSTForSequenceClassification) == (attention == "tost" and task == "text")
+    assert isinstance(model.model.norm, torch.nn.Identity) == (task == "pathfinder")
+
+
+def test_parameter_counts_of_the_page():
+    """Those of retrieval are without a head."""
+    for task, count in re.findall(r"^\| (\w+)[^|]*\|(?:[^|]*\|){5} ([\d,]+) \|$", README, re.MULTILINE):
+        with torch.device("meta"):
+            model = lra_models.make_model(lra_models.make_config(task))
+        assert (model.model if task == "retrieval" else model).num_parameters() == int(count.replace(",", "")), task
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("task", "attention"), [("text", "tost"), ("image", "tost"), ("retrieval", "softmax"), ("listops", "linear")]
+    ("task", "attention"),
+    [("text", "tost"), ("image", "tost"), ("pathfinder", "tost"), ("retrieval", "softmax"), ("listops", "linear")],
 )
 def test_training_on_the_tasks(tmp_path, lra_args, task, attention):
     """One of them with the options beyond the paper."""
-    options = ",is_causal=true,forgetting=token,conv_kernel=4,mlp_type=ista" if task == "text" else ""
+    options = ",is_causal=true,forgetting=token,conv_kernel=4" if task == "text" else ""
     run_lra.main(lra_args(task, attention=attention, config_overrides=TINY + options))
     out = tmp_path / "out"
     assert len(losses(out)) == 2
@@ -136,11 +150,10 @@ def test_training_on_the_tasks(tmp_path, lra_args, task, attention):
     assert result["metric_value"] == metrics["test_accuracy"] and result["dataset_name"] == task
     assert (out / "curves.png").stat().st_size > 1000 and (out / "README.md").is_file()
     assert "python examples/" in json.loads((out / "run_arguments.json").read_text())["command"]
-    if attention == "tost":
+    if attention == "tost" and task != "pathfinder":
         model = AutoModelForSequenceClassification.from_pretrained(out)
         assert type(model) is ToSTForSequenceClassification and model.config.max_position_embeddings == 16
-        expected = ("token", "ista", "mean") if options else ("none", "mlp", "mean")
-        assert (model.config.forgetting, model.config.mlp_type, model.config.pooling) == expected
+        assert (model.config.forgetting, model.config.pooling) == ("token" if options else "none", "mean")
 
 
 def test_run_resumes(tmp_path, lra_args):
@@ -160,7 +173,7 @@ def test_readme_commands_of_the_full_runs(command):
     recipe, *words = shlex.split(command)
     model, data, training = run_lra.parse_args([str(EXAMPLES.parent / recipe), *words], *classes)
     assert f"lra_{training.task}.yaml" in recipe and data.max_length is None and model.attention == "tost"
-    assert training.do_train and training.max_steps >= 25_000 and f"tost-lra-{training.task}" in LRA_PRESETS
+    assert training.do_train and training.max_steps >= 25_000 and training.task in lra_models.PRESETS
 
 
 def test_small_comparison(tmp_path, monkeypatch, capsys):

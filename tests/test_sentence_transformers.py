@@ -7,20 +7,26 @@ from hub_clients import save_tokenizer
 from transformers import AutoTokenizer
 
 from tost_hf import ToSTConfig, ToSTForSequenceClassification, ToSTModel
-from tost_hf.model.configuration_tost import LRA_PRESETS
 
 
 sentence_transformers = pytest.importorskip("sentence_transformers", reason="sentence-transformers is not installed")
 
-ALL_PRESETS = ["tost-base", "tost-plus-base", "tost-hybrid-base", *LRA_PRESETS]  # larger ones differ in size alone
+KINDS = {  # presets, of which larger ones differ in size alone, and encoders
+    "tost-base": {},
+    "tost-plus-base": {},
+    "tost-hybrid-base": {},
+    "encoder": {"is_causal": False, "use_bias": True, "max_position_embeddings": 2048},
+}
 TEXTS = [("a few words. " * 300)[:3000], "a few words."]  # a token is a byte
 PAIRS = [(TEXTS[0][:1600], TEXTS[0][:1400]), ("a few", "words")]
 
 
-def save_model(model_class, preset: str, folder, **options):
-    """Saves a small model with a preset's options, and a tokenizer of bytes."""
+def save_model(model_class, kind: str, folder, **options):
+    """Saves a small model of a kind, and a tokenizer of bytes."""
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 320}
-    model = randomize(model_class(ToSTConfig.from_preset(preset, bos_token_id=0, eos_token_id=0, **sizes, **options))).eval()
+    options |= sizes | {"bos_token_id": 0, "eos_token_id": 0} | KINDS[kind]
+    config = ToSTConfig(**options) if kind == "encoder" else ToSTConfig.from_preset(kind, **options)
+    model = randomize(model_class(config)).eval()
     model.save_pretrained(folder)
     save_tokenizer(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -29,10 +35,10 @@ def save_model(model_class, preset: str, folder, **options):
     return model
 
 
-@pytest.mark.parametrize("preset", ALL_PRESETS)
-def test_sentence_transformer(tmp_path, preset):
+@pytest.mark.parametrize("kind", KINDS)
+def test_sentence_transformer(tmp_path, kind):
     """Embeddings of 3,000 tokens are the mean of the features, of as many tokens as the model has positions for."""
-    model = save_model(ToSTModel, preset, tmp_path / "model")
+    model = save_model(ToSTModel, kind, tmp_path / "model")
     encoder = sentence_transformers.SentenceTransformer(str(tmp_path / "model"), device="cpu")
     embeddings = encoder.encode(TEXTS, convert_to_tensor=True)
     for text, embedding in zip(TEXTS, embeddings):
@@ -46,9 +52,9 @@ def test_sentence_transformer(tmp_path, preset):
     assert torch.equal(loaded.encode(TEXTS, convert_to_tensor=True), embeddings)
 
 
-@pytest.mark.parametrize("preset", ALL_PRESETS)
-def test_cross_encoder(tmp_path, preset):
-    model = save_model(ToSTForSequenceClassification, preset, tmp_path / "model", num_labels=1, pad_token_id=0)
+@pytest.mark.parametrize("kind", KINDS)
+def test_cross_encoder(tmp_path, kind):
+    model = save_model(ToSTForSequenceClassification, kind, tmp_path / "model", num_labels=1, pad_token_id=0)
     scorer = sentence_transformers.CrossEncoder(str(tmp_path / "model"), device="cpu")
     scores = scorer.predict(PAIRS, convert_to_tensor=True)
     with torch.no_grad():

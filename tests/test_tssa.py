@@ -102,33 +102,30 @@ def test_reference_equals_the_definition(causal, with_decay, zeros):
 
 
 @pytest.mark.parametrize(
-    "kind, masked, packed, zeros, normalize_scores",
+    "kind, masked, packed, zeros",
     [
-        (None, False, False, 3, True),
-        (None, True, True, 0, True),
-        (None, True, False, 3, False),
-        ("head", False, True, 0, False),
-        ("position", True, False, 0, True),
-        ("token", True, True, 3, True),
-        ("token", True, True, 0, False),
-        ("strong", False, True, 3, True),
-        ("strong", False, False, 0, True),
+        (None, False, False, 3),
+        (None, True, True, 0),
+        (None, True, False, 3),
+        ("head", False, True, 0),
+        ("position", True, False, 0),
+        ("token", True, True, 3),
+        ("strong", False, True, 3),
+        ("strong", False, False, 0),
     ],
 )
-def test_causal_gradients_equal_the_reference(op, kind, masked, packed, zeros, normalize_scores):
+def test_causal_gradients_equal_the_reference(op, kind, masked, packed, zeros):
     """Output, membership, final state, and the gradients of all inputs and of the initial state."""
     w, temp, bias = make(zeros=zeros)
     decay, mask = make_log_decay(kind), padding_mask(70) if masked else torch.ones(2, 70, dtype=torch.bool)
     seq_idx = torch.stack([torch.arange(70) // 23, torch.arange(70) // 40]) if packed else None
     state = [torch.rand(shape, dtype=torch.float64).requires_grad_() for shape in ((2, 3, 5), (2, 3, 5), (2, 3))]
     inputs = [x for x in (w, temp, bias, decay, *state) if x is not None]
-    options = {"mask": mask, "seq_idx": seq_idx, "normalize_scores": normalize_scores}
-    out = op(w, temp, bias, initial_state=TSSAState(*state), log_decay=decay, **options)
+    out = op(w, temp, bias, initial_state=TSSAState(*state), log_decay=decay, mask=mask, seq_idx=seq_idx)
     token_decay = None if decay is None else decay.expand(2, 70, 3).masked_fill(~mask[..., None], 0)
     if packed:
         token_decay = tssa_reference.reset_at_starts(token_decay, seq_idx, w.dtype)
-    options = {"state": TSSAState(*state), "log_decay": token_decay, "normalize_scores": normalize_scores}
-    output, membership, final = tssa_reference.causal(w, temp, bias, ~mask, **options)
+    output, membership, final = tssa_reference.causal(w, temp, bias, ~mask, TSSAState(*state), token_decay)
     actual, expected = (out.output, out.membership, *out.final_state), (output, membership.transpose(1, 2), *final)
     torch.testing.assert_close(actual, expected, **F64)
     grads = [torch.randn_like(x) for x in expected]

@@ -26,24 +26,20 @@ class TestKernels(KernelTests):
     def test_sizes(self, form, H, p, T):
         self.check(self.make_form(form, 2, T, H, p), causal=form != "bidirectional")
 
-    @pytest.mark.parametrize(
-        "causal, decay, normalize_scores", [(True, False, True), (True, True, False), (False, False, False)]
-    )
-    def test_operators_pass_opcheck(self, causal, decay, normalize_scores):
+    @pytest.mark.parametrize("causal, decay", [(True, False), (True, True), (False, False)])
+    def test_operators_pass_opcheck(self, causal, decay):
         """Schemas, fake tensors and autograd, with padding, and without gradients."""
         w, temp, bias, *state, log_decay = self.make(2, 70, 3, 4, decay=WIDE).values()
         state = [x.detach().to(dtype).requires_grad_() for x, dtype in zip(state, state_dtypes(w))]
         inputs = [w, temp, bias, None, padding_mask(70), log_decay if decay else None, *state]
         inputs = inputs if causal else [w, temp, None, None, padding_mask(70), None, None, None, None]
-        torch.library.opcheck(tssa_cpu._forward.operator, (*inputs, normalize_scores, bool(causal), True))
+        torch.library.opcheck(tssa_cpu._forward.operator, (*inputs, causal, True))
         inputs = [x if x is None else x.detach() for x in inputs]
-        torch.library.opcheck(tssa_cpu._forward.operator, (*inputs, normalize_scores, bool(causal), False))
+        torch.library.opcheck(tssa_cpu._forward.operator, (*inputs, causal, False))
 
     def test_no_grad_saves_nothing_for_backward(self):
         w, temp, *_ = (x.detach() for x in self.make(2, 70, 3, 4).values())
-        with_grad, without_grad = (
-            tssa_cpu._forward(w, temp, *[None] * 7, True, True, needs_grad) for needs_grad in (True, False)
-        )
+        with_grad, without_grad = (tssa_cpu._forward(w, temp, *[None] * 7, True, needs_grad) for needs_grad in (True, False))
         torch.testing.assert_close(with_grad[:5], without_grad[:5], rtol=0, atol=0)
         assert all(x.numel() for x in with_grad[5:]) and not any(x.numel() for x in without_grad[5:])
 
@@ -166,8 +162,8 @@ def exit_if_equal(w, expected):
 def test_bfloat16_rounds_to_nearest_and_keeps_nan():
     w = torch.randn(1, 1, 1, 4096)
     w[..., :3] = torch.tensor([float("nan"), 0.0, 1e-30])
-    output = tssa(w.bfloat16(), torch.ones(1), normalize_scores=False, backend="numba").output
-    expected = tssa(w.bfloat16().float(), torch.ones(1), normalize_scores=False, backend="torch").output
+    output = tssa(w.bfloat16(), torch.ones(1), backend="numba").output
+    expected = tssa(w.bfloat16().float(), torch.ones(1), backend="torch").output
     assert output.isnan().all() and expected.isnan().all()
     w[..., 0] = 1
     output = tssa(w.bfloat16(), torch.ones(1), backend="numba").output

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from ablations import ToSTAblationForImageClassification, ToSTVisionAblationConfig
 from datasets import ClassLabel, Dataset, Image, load_dataset
 from registry import benchmark
 from torch.nn import functional as F
 from training import Results, train
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from tost_hf import ToSTForImageClassification, ToSTVisionConfig
+from tost_hf import ToSTForImageClassification
 
 
 MAX_SHIFT = 4  # pixels
@@ -80,7 +81,7 @@ def make_classifier(images: Images, **overrides) -> ToSTForImageClassification:
         "image_size": images.pixels.shape[-1],
         "num_labels": len(images.names),
     }
-    return ToSTForImageClassification(ToSTVisionConfig(**(fields | overrides)))
+    return ToSTAblationForImageClassification(ToSTVisionAblationConfig(**(fields | overrides)))
 
 
 def count_patches(images: Images) -> int:
@@ -157,7 +158,7 @@ is one head, whose memberships are all 1). For ToST-S after 400 epochs on CIFAR-
 85.2 % with unnormalized scores, 87.4 % with an ISTA step in place of the MLP, and 80.6 % with both. Here these variants have
 a width of 128; the first is the TSSA of compare_vision. At full size each is a command such as
 
-    python examples/run_image_classification.py examples/recipes/image_finetuning.yaml --num_train_epochs 400 \\
+    python examples/research/ablations.py examples/recipes/image_finetuning.yaml --num_train_epochs 400 \\
         --config_name tost-vision-small-patch16 --config_overrides mlp_type=ista,normalize_scores=false \\
         --dataset_name uoft-cs/cifar10 --do_train --do_eval --output_dir my-ablation
 

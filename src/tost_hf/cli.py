@@ -78,7 +78,7 @@ def _make_parser() -> argparse.ArgumentParser:
 
     examples = ("tost-base ./my-tost --tokenizer gpt2", "tost-vision-small-patch16 ./my-tost-vision --seed 1")
     add_argument = add_command(_init, "a new model of one of the paper's sizes, with random weights", *examples)
-    add_argument("preset", metavar="PRESET", help="tost-base, tost-vision-tiny-patch16, tost-lra-text, ...")
+    add_argument("preset", metavar="PRESET", help="tost-base, tost-vision-tiny-patch16, ...")
     add_argument("output", metavar="OUT", help="the folder to write")
     add_argument("--overwrite", action="store_true", help="replace a model that is already at OUT")
     add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
@@ -156,10 +156,10 @@ def _init(preset: str, output: str, *, overwrite: bool, seed: int, tokenizer: st
     from .files import check_folder, staged_folder
     from .hub.loading import load_fitting_tokenizer, model_class
     from .image_processing import save_image_processor
-    from .model.configuration_tost import LRA_PRESETS, PRESETS
+    from .model.configuration_tost import PRESETS
     from .model.configuration_tost_vision import VISION_PRESETS
 
-    presets = [*PRESETS, *LRA_PRESETS, *VISION_PRESETS]
+    presets = [*PRESETS, *VISION_PRESETS]
     if preset not in presets:
         raise ValueError(f"There is no preset {preset!r}; choose one of {', '.join(presets)}.")
     check_folder(Path(output), overwrite)

@@ -50,9 +50,6 @@ OPTIONS = {
         "num_attention_heads": 5,
         "forgetting": "head",
         "conv_kernel": 3,
-        "mlp_type": "ista",
-        "normalize_scores": False,
-        "pre_norm": False,
     },
 }
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

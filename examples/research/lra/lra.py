@@ -17,7 +17,6 @@ import make_data
 from lra_models import ATTENTION, make_config, make_model
 from lra_tasks import TASKS, Examples, collate, load_splits
 from registry import benchmark
-from scripting import override_config
 from training import Results, train
 
 
@@ -63,7 +62,7 @@ def run(args, results: Results) -> None:
         for name in ATTENTION:
 
             def train_one(seed, learning_rate, task=task, name=name, examples=examples, sizes=sizes):
-                model = make_model(override_config(make_config(f"tost-lra-{task}", name), None, **sizes))
+                model = make_model(make_config(task, attention=name, **sizes))
                 options = {"batch_size": BATCH, "data_collator": collate, "per_device_eval_batch_size": 100}
                 options |= {"learning_rate": learning_rate, "seed": seed}
                 trainer = train(model, examples["train"], steps=args.steps, **options)

@@ -1,5 +1,9 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The models of Long Range Arena: ToST's encoder, the same trunk with softmax or linear attention, and a head for pairs."""
+"""The models of Long Range Arena: ToST's encoder, the same with softmax or linear attention or ablations, a head for pairs."""
+
+import sys
+from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -8,26 +12,55 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from tost_hf import ToSTConfig, ToSTForSequenceClassification, ToSTModel
-from tost_hf.model.modeling_tost import ToSTPreTrainedModel
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from ablations import AblationFields, ablate
+
+from tost_hf import ToSTConfig, ToSTForSequenceClassification
 
 
 ATTENTION = ("tost", "softmax", "linear")
 
+# The paper specifies layers, widths, heads, dropout and norm placement of its models. The rest is our choice: one token per
+# byte or grey level and four special ones, the task's longest sequence, biases, LayerScale at 1, mean pooling.
+_FIELDS = {"is_causal": False, "pooling": "mean", "use_bias": True, "layer_scale_init_value": 1.0, "hidden_dropout": 0.1}
+_FIELDS |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+PRESETS: dict[str, dict[str, Any]] = {  # by task
+    task: _FIELDS
+    | dict(zip(("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"), sizes))
+    | {"vocab_size": vocab_size, "max_position_embeddings": max_length, "num_labels": num_labels}
+    for task, sizes, vocab_size, max_length, num_labels in (
+        ("listops", (6, 512, 8, 2048), 32, 2048, 10),
+        ("text", (4, 256, 4, 1024), 260, 4096, 2),
+        ("retrieval", (6, 128, 4, 512), 260, 4096, 2),
+        ("image", (8, 64, 8, 128), 260, 1024, 10),
+        ("pathfinder", (2, 64, 2, 128), 260, 1024, 2),
+    )
+}
+PRESETS["retrieval"]["reads_pairs"] = True
+PRESETS["image"]["hidden_dropout"] = 0.0
+PRESETS["pathfinder"]["pre_norm"] = False
+
 
 @strict
-class LRAConfig(ToSTConfig):
-    """A ToST encoder's configuration, with a choice of attention.
+class LRAConfig(AblationFields, ToSTConfig):
+    """A ToST encoder's configuration with the paper's ablations, a choice of attention, and of the place of the norms.
 
     Args:
         attention: "tost", "softmax", or "linear" (Katharopoulos et al., 2020, with elu + 1).
+        pre_norm: as in `ablate`.
         reads_pairs: whether an example is a pair of sequences, for `LRAForPairClassification`.
     """
 
     model_type = "tost_lra"
 
     attention: str = "tost"
+    pre_norm: bool = True
     reads_pairs: bool = False
+
+    def get_research_defaults(self):
+        return super().get_research_defaults() | {"attention": "tost", "pre_norm": True, "reads_pairs": False}
 
     def validate_architecture(self):
         super().validate_architecture()
@@ -67,34 +100,23 @@ class Attention(nn.Module):
         return self.out_dropout(self.out_proj(output.transpose(1, 2).reshape(B, T, D))), None
 
 
-class LRAModel(ToSTModel):
-    """ToST's trunk with the configuration's attention in every layer."""
+class LRAForSequenceClassification(ToSTForSequenceClassification):
+    """`ToSTForSequenceClassification` with the attention and the ablations of its configuration."""
 
     config: LRAConfig
 
     def __init__(self, config: LRAConfig):
         super().__init__(config)
         if config.attention != "tost":
-            for layer in self.layers:
+            for layer in self.model.layers:
                 layer.self_attn = Attention(config)
-        self.post_init()
-
-
-class LRAForSequenceClassification(ToSTForSequenceClassification):
-    """`ToSTForSequenceClassification` with the configuration's attention in its trunk."""
-
-    config: LRAConfig
-
-    def __init__(self, config: LRAConfig):
-        ToSTPreTrainedModel.__init__(self, config)  # the base class would build ToST's trunk
-        self.num_labels = config.num_labels
-        self.model = LRAModel(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        options = {"step_size": config.ista_step_size, "threshold": config.ista_threshold}
+        ablate(self, config.mlp_type, config.normalize_scores, config.pre_norm, **options)
         self.post_init()
 
 
 class LRAForPairClassification(LRAForSequenceClassification):
-    """Encodes and pools both sequences by one trunk; an MLP classifies [a, b, a * b, |a - b|]."""
+    """Encodes and pools both sequences by one model; an MLP classifies [a, b, a * b, |a - b|]."""
 
     def __init__(self, config: LRAConfig):
         super().__init__(config)
@@ -108,7 +130,7 @@ class LRAForPairClassification(LRAForSequenceClassification):
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
-        if getattr(module, "_is_in_head", False):  # the trunk's small weights would keep pairs at chance for many steps
+        if getattr(module, "_is_in_head", False):  # the base model's small weights would keep pairs at chance for many steps
             init.normal_(module.weight, mean=0.0, std=module.in_features**-0.5)
 
     def forward(self, input_ids, other_input_ids, attention_mask=None, other_attention_mask=None, labels=None, **kwargs):
@@ -120,21 +142,15 @@ class LRAForPairClassification(LRAForSequenceClassification):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
-def make_config(preset: str, attention: str = "tost") -> ToSTConfig:
-    """The configuration of a task's model, for `make_model`.
-
-    Args:
-        preset: one of `LRA_PRESETS`.
-        attention: one of `ATTENTION`. TSSA with single sequences is an ordinary ToST configuration.
-    """
-    reads_pairs = preset == "tost-lra-retrieval"
-    if attention == "tost" and not reads_pairs:
-        return ToSTConfig.from_preset(preset)
-    return LRAConfig.from_preset(preset, attention=attention, reads_pairs=reads_pairs, architectures=None)
+def make_config(task: str, **fields) -> LRAConfig:
+    """The configuration of a task's model in the paper (`PRESETS`), with any field overridden."""
+    return LRAConfig(**PRESETS[task] | fields)
 
 
-def make_model(config: ToSTConfig) -> ToSTForSequenceClassification:
-    """A new model."""
-    if not isinstance(config, LRAConfig):
-        return ToSTForSequenceClassification(config)
-    return (LRAForPairClassification if config.reads_pairs else LRAForSequenceClassification)(config)
+def make_model(config: LRAConfig) -> ToSTForSequenceClassification:
+    """A new model; an ordinary ToST if the configuration is that of one."""
+    if config.reads_pairs:
+        return LRAForPairClassification(config)
+    if config.research_options():
+        return LRAForSequenceClassification(config)
+    return ToSTForSequenceClassification(ToSTConfig.from_dict(config.to_dict() | {"model_type": ToSTConfig.model_type}))

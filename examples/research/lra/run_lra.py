@@ -40,7 +40,6 @@ from training_runs import report_final_metrics, train_and_report
 
 from tost_hf import ToSTTrainer, ToSTTrainingArguments
 from tost_hf.files import EVALUATION
-from tost_hf.model.configuration_tost import LRA_PRESETS
 
 
 logger = logging.getLogger("run_lra")
@@ -52,10 +51,10 @@ class ModelArguments:
 
     model_name_or_path = save_dtype = None  # all are trained from scratch and stored as trained
 
-    attention: str = HfArg(default="tost", help="The attention of the trunk.", metadata={"choices": list(ATTENTION)})
+    attention: str = HfArg(default="tost", help="The attention of the model.", metadata={"choices": list(ATTENTION)})
     config_overrides: str | None = HfArg(
         default=None,
-        help="Changes to the task's configuration (LRA_PRESETS), such as hidden_size=64,mlp_type=ista. "
+        help="Changes to the task's configuration, such as hidden_size=64,mlp_type=ista. "
         "Decay and the convolution are for causal models: is_causal=true,forgetting=token,conv_kernel=4.",
     )
 
@@ -92,17 +91,6 @@ class LRATrainingArguments(ToSTTrainingArguments):
     eval_steps: float = HfArg(default=0.02, help="Steps between evaluations, or a fraction of the run if below 1.")
     save_steps: float = HfArg(default=0.02, help="Steps between checkpoints, or a fraction of the run if below 1.")
     logging_steps: float = HfArg(default=0.002, help="Steps between losses in the log, or a fraction of the run.")
-
-
-class LRATrainer(ToSTTrainer):
-    """`ToSTTrainer`, also for the models with another attention."""
-
-    def create_model_card(self, *args, **kwargs) -> None:
-        """Writes ToST's card for ToST, and transformers' for models that are defined in this folder."""
-        if isinstance(self.model.config, LRAConfig):
-            Trainer.create_model_card(self, *args, **kwargs)
-        else:
-            super().create_model_card(*args, **kwargs)
 
 
 def load_examples(data_args: DataArguments, name: str, length: int, classes: int) -> dict[str, Examples]:
@@ -142,11 +130,10 @@ def main(args: list[str] | None = None) -> None:
     set_up_logging(training_args, logger)
     set_seed(training_args.seed)
 
-    preset = f"tost-lra-{training_args.task}"
-    length = data_args.max_length or LRA_PRESETS[preset]["max_position_embeddings"]
+    config = make_config(training_args.task, attention=model_args.attention)
+    length = data_args.max_length or config.max_position_embeddings
     if training_args.task in ("image", "pathfinder") and math.isqrt(length) ** 2 != length:
         raise ValueError(f"--max_length {length} is no square, so no picture has as many pixels.")
-    config = make_config(preset, model_args.attention)
     config = override_config(config, model_args.config_overrides, max_position_embeddings=length)
     positions = config.max_position_embeddings
     if positions is not None and positions < length:
@@ -154,13 +141,13 @@ def main(args: list[str] | None = None) -> None:
             f"The model has {positions} positions and texts are up to {length} tokens long: set --max_length {positions}, or "
             "leave max_position_embeddings to it."
         )
-    if training_args.push_to_hub and isinstance(config, LRAConfig):
-        raise ValueError("--push_to_hub is for ToST alone: only the code of this folder could load the other models.")
     model = make_model(config)
+    if training_args.push_to_hub and isinstance(model.config, LRAConfig):
+        raise ValueError("--push_to_hub is for ToST alone: only the code of this folder could load the other models.")
     with training_args.main_process_first(desc="preparing the data"):
         examples = load_examples(data_args, training_args.task, length, config.num_labels)
 
-    trainer = LRATrainer(
+    trainer = ToSTTrainer(
         model=model,
         args=training_args,
         train_dataset=examples["train"],

@@ -185,7 +185,7 @@ def describe(config: Any) -> dict[str, str]:
         "parameters": f"{empty_model(config).num_parameters():,}",
         "layers": str(config.num_hidden_layers),
         "heads": f"{config.num_attention_heads} of {config.hidden_size // config.num_attention_heads} channels",
-        "width": f"{config.hidden_size:,}" + f", of the MLP {config.intermediate_size:,}" * (config.mlp_type == "mlp"),
+        "width": f"{config.hidden_size:,}, of the MLP {config.intermediate_size:,}",
     }
     if config.dtype is not None:
         description["dtype"] = str(config.dtype).removeprefix("torch.")

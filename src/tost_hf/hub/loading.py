@@ -37,7 +37,7 @@ from ..extras import require
 from ..files import is_path, name_file_in_errors, read_json
 from ..model import modeling_tost, modeling_tost_vision
 from ..model.base_tost import AUTO_MAPS
-from ..model.configuration_tost import LRA_PRESETS, PRESETS, ToSTConfig
+from ..model.configuration_tost import PRESETS, ToSTConfig
 from ..model.configuration_tost_vision import VISION_PRESETS, ToSTVisionConfig
 from .results import CARD
 
@@ -92,7 +92,7 @@ def check_model_exists(
 def _check_repository_name(name: str) -> None:
     """Raises a FileNotFoundError for what is meant to be a folder, or a preset."""
     if "/" not in name and name.startswith("tost-"):  # the Hub has no such repository
-        presets = [*PRESETS, *LRA_PRESETS, *VISION_PRESETS]
+        presets = [*PRESETS, *VISION_PRESETS]
         if name in presets:
             advice = f"`tost-hf init {name} {name}` writes one with random weights"
         else:

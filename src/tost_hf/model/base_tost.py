@@ -80,11 +80,10 @@ FIELD_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # rule: (check, n
         lambda x: 0 <= x < 1,
         "hidden_dropout attention_dropout embedding_dropout drop_path_rate",
     ),
-    "be above 0": (lambda x: x > 0, "layer_norm_eps ista_step_size"),
-    "not be negative": (lambda x: not x < 0, "initializer_range ista_threshold"),
+    "be above 0": (lambda x: x > 0, "layer_norm_eps"),
+    "not be negative": (lambda x: not x < 0, "initializer_range"),
 }
-MLP_TYPES = ("mlp", "ista")
-ABLATIONS = {"mlp_type": "mlp", "ista_step_size": 0.1, "ista_threshold": 0.1, "normalize_scores": True}
+RESEARCH_OPTIONS = {"mlp_type": "mlp", "normalize_scores": True, "pre_norm": True}  # with the values of all ToST models
 
 
 class ToSTBaseConfig(PreTrainedConfig):
@@ -101,6 +100,12 @@ class ToSTBaseConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         self._set_aliases(kwargs)
+        for name, default in RESEARCH_OPTIONS.items():
+            if (value := kwargs.pop(name, default)) != default:
+                raise ValueError(
+                    f"{name}={value!r} is an experiment: the models with this option are in examples/research/ablations.py of "
+                    "tost_hf's repository."
+                )
         config: Any = self
         if config.intermediate_size is None:
             config.intermediate_size = 4 * config.hidden_size
@@ -125,7 +130,7 @@ class ToSTBaseConfig(PreTrainedConfig):
 
     def get_option_defaults(self) -> dict[str, Any]:
         """The options and their values in published models."""
-        return ABLATIONS
+        return {}
 
     def options(self) -> dict[str, object]:
         """The options whose values differ from those of the published models."""
@@ -179,8 +184,6 @@ def check_fields(config: PreTrainedConfig) -> None:
         ids = getattr(config, name, None)
         if any(i < 0 for i in (ids if isinstance(ids, list) else [ids or 0])):
             raise ValueError(f"{name} must not be negative, got {ids}; write null for none.")
-    if config.mlp_type not in MLP_TYPES:
-        raise ValueError(f"mlp_type must be one of {', '.join(MLP_TYPES)}, got {config.mlp_type!r}.")
     if config.hidden_act not in ACT2FN:
         raise ValueError(f"hidden_act {config.hidden_act!r} is not an activation that transformers knows, such as 'gelu'.")
 
@@ -204,7 +207,8 @@ class ToSTBaseModel(PreTrainedModel):
     def __init__(self, config, *inputs, **kwargs):
         config_class = type(self).config_class
         assert config_class is not None  # transformers sets it from the annotation of `config`
-        if getattr(config, "model_type", None) != config_class.model_type:
+        # not their classes, as those of remote code differ
+        if not isinstance(config, config_class) and getattr(config, "model_type", None) != config_class.model_type:
             raise ValueError(
                 f"{type(self).__name__} needs a {config_class.__name__} (model type {config_class.model_type!r}), got a "
                 f"{type(config).__name__} of model type {getattr(config, 'model_type', None)!r}."
@@ -311,8 +315,8 @@ def _reject_pipeline_parallelism(distributed_config) -> None:
 
 
 __all__ = [
-    "ABLATIONS",
     "AUTO_MAPS",
+    "RESEARCH_OPTIONS",
     "ToSTBaseConfig",
     "ToSTBaseModel",
     "add_class_names",

@@ -10,7 +10,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .base_tost import ABLATIONS, ToSTBaseConfig, check_fields
+from .base_tost import ToSTBaseConfig, check_fields
 
 
 # Layer types, by which transformers' caches choose their layer classes. In memory TSSA layers are CAUSAL_STATISTICS, because
@@ -33,32 +33,10 @@ PRESETS |= {
     | {"layer_types": ([CAUSAL_STATISTICS] * 3 + [FULL_ATTENTION]) * 3},
 }
 
-
-# The paper specifies layers, widths, heads, dropout and norm placement of its Long Range Arena models. The rest is our choice:
-# one token per byte or grey level and four special ones, the task's longest sequence, biases, LayerScale at 1, mean pooling.
-_LRA_FIELDS = {"is_causal": False, "pooling": "mean", "use_bias": True, "layer_scale_init_value": 1.0, "hidden_dropout": 0.1}
-_LRA_FIELDS |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-LRA_PRESETS: dict[str, dict[str, Any]] = {
-    f"tost-lra-{task}": _LRA_FIELDS
-    | dict(zip(("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"), sizes))
-    | {"vocab_size": vocab_size, "max_position_embeddings": max_length, "num_labels": num_labels}
-    | {"architectures": ["ToSTForSequenceClassification"]}
-    for task, sizes, vocab_size, max_length, num_labels in (
-        ("listops", (6, 512, 8, 2048), 32, 2048, 10),
-        ("text", (4, 256, 4, 1024), 260, 4096, 2),
-        ("retrieval", (6, 128, 4, 512), 260, 4096, 2),
-        ("image", (8, 64, 8, 128), 260, 1024, 10),
-        ("pathfinder", (2, 64, 2, 128), 260, 1024, 2),
-    )
-}
-LRA_PRESETS["tost-lra-retrieval"]["architectures"] = ["ToSTModel"]  # the head for pairs of documents is not in this package
-LRA_PRESETS["tost-lra-image"]["hidden_dropout"] = 0.0
-LRA_PRESETS["tost-lra-pathfinder"]["pre_norm"] = False
-
 BEYOND_PAPER = ("forgetting", "conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters")
 # all options, with the values of the published models; `get_option_defaults` adds those that depend on other fields
 OPTION_DEFAULTS: dict[str, Any] = dict.fromkeys(BEYOND_PAPER)
-OPTION_DEFAULTS |= ABLATIONS | {"forgetting": "none", "is_causal": True, "pooling": None, "pre_norm": True}
+OPTION_DEFAULTS |= {"forgetting": "none", "is_causal": True, "pooling": None}
 
 DECAY_TYPES = ("none", "head", "token")
 POOLING_TYPES = ("mean", "first", "last")
@@ -112,14 +90,6 @@ class ToSTConfig(ToSTBaseConfig):
             encoder treats a sequence as a set of tokens.
         pooling: features that a sequence classifier computes its logits from: those of the "first" or the "last" real token,
             or the "mean" over real tokens. The default is "last" in causal models, as published, and "mean" in encoders.
-        mlp_type: "mlp", as published, or "ista", CRATE's step towards a sparse code in a learned dictionary (the paper's
-            ablation; `ISTAStep`), which replaces the MLP together with its residual connection and LayerScale.
-        ista_step_size: step size of the ISTA step.
-        ista_threshold: threshold of the ISTA step.
-        normalize_scores: whether memberships are computed from squares that are normalized per channel over the tokens, as
-            published, or from unnormalized squares (the paper's ablation), for which there is no Triton kernel.
-        pre_norm: whether LayerNorm is applied before the attention and the MLP, as published, and after the last block; if
-            False, it is applied after each of the two residual connections instead.
         tie_word_embeddings: whether `lm_head` shares the token embedding's weight.
         use_cache: whether forward returns the recurrent state; always False in an encoder.
         bos_token_id: id of the token that begins a text; 50256 is GPT-2's end-of-text.
@@ -169,11 +139,6 @@ class ToSTConfig(ToSTBaseConfig):
     rope_parameters: dict | None = field(default_factory=lambda: None)  # no class attribute: `hasattr` is false without it
     is_causal: bool = True
     pooling: str | None = None
-    pre_norm: bool = True
-    mlp_type: str = "mlp"
-    ista_step_size: float | int = 0.1
-    ista_threshold: float | int = 0.1
-    normalize_scores: bool = True
     tie_word_embeddings: bool = True
     use_cache: bool = True
     bos_token_id: int | None = 50256
@@ -184,11 +149,10 @@ class ToSTConfig(ToSTBaseConfig):
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "ToSTConfig":
-        """The configuration of a named size ("tost-base", "tost-lra-text", ...), with any field overridden."""
-        presets = PRESETS | LRA_PRESETS
-        if name not in presets:
-            raise ValueError(f"There is no preset {name!r}; choose one of {', '.join(presets)}.")
-        return cls(**cls._merge_fields(presets[name], overrides))
+        """The configuration of a named size ("tost-base", "tost-plus-base", ...), with any field overridden."""
+        if name not in PRESETS:
+            raise ValueError(f"There is no preset {name!r}; choose one of {', '.join(PRESETS)}.")
+        return cls(**cls._merge_fields(PRESETS[name], overrides))
 
     @classmethod
     def _merge_fields(cls, fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -329,15 +293,12 @@ class ToSTConfig(ToSTBaseConfig):
 
     def _make_tp_plan(self) -> dict[str, str]:
         """How transformers' tensor parallelism shards the heads; "tost_heads" is a style of tost_hf.parallel."""
-        has_mlp = self.mlp_type == "mlp"  # an ISTA step is not sharded: every process computes all of it
-        colwise = ["self_attn.in_proj", "mlp.up_proj"] if has_mlp else ["self_attn.in_proj"]
+        colwise = ["self_attn.in_proj", "mlp.up_proj"]
         if self.forgetting == "token":
             colwise.append("self_attn.forget_proj")
         if self.has_attention:
             colwise += [f"self_attn.{name}_proj" for name in "qkv"]
-        styles = dict.fromkeys(colwise, "colwise") | {"self_attn.out_proj": "rowwise"}
-        if has_mlp:
-            styles["mlp.down_proj"] = "rowwise"
+        styles = dict.fromkeys(colwise, "colwise") | dict.fromkeys(["self_attn.out_proj", "mlp.down_proj"], "rowwise")
         styles["self_attn"] = "tost_heads"
         return {"embed_tokens": "embedding_rowwise"} | {f"layers.*.{name}": style for name, style in styles.items()}
 
@@ -367,7 +328,6 @@ __all__ = [
     "BEYOND_PAPER",
     "CAUSAL_STATISTICS",
     "FULL_ATTENTION",
-    "LRA_PRESETS",
     "OPTION_DEFAULTS",
     "PRESETS",
     "SLIDING_ATTENTION",

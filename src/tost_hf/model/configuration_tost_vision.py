@@ -50,13 +50,6 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
             "softmax" (plain attention).
         normalize_patch_tokens: whether a class-attention block normalizes the patch tokens as well as the class token before
             its MLP, as all released models do (`tokens_norm` in the authors' code).
-        mlp_type: "mlp", as published, or "ista", CRATE's step towards a sparse code in a learned dictionary (the paper's
-            ablation; `ISTAStep`), which replaces the MLP together with its residual connection and LayerScale in the blocks
-            over the patches; class-attention blocks have MLPs in both cases.
-        ista_step_size: step size of the ISTA step.
-        ista_threshold: threshold of the ISTA step.
-        normalize_scores: whether memberships are computed from squares that are normalized per channel over the patches, as
-            published, or from unnormalized squares (the paper's ablation), for which there is no Triton kernel.
         layer_norm_eps: epsilon of the LayerNorms.
         layer_scale_init_value: initial value of the LayerScale vectors (the authors' eta).
         qkv_bias: whether the attentions' input projections have a bias.
@@ -96,10 +89,6 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
     num_channels: int = 3
     attention_type: str = "tssa"
     normalize_patch_tokens: bool = True
-    mlp_type: str = "mlp"
-    ista_step_size: float | int = 0.1
-    ista_threshold: float | int = 0.1
-    normalize_scores: bool = True
     layer_norm_eps: float | int = 1e-6
     layer_scale_init_value: float | int = 1.0
     qkv_bias: bool = True
@@ -145,8 +134,6 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
             raise ValueError(f"image_size must be one side, or height and width, in pixels, got {self.image_size}.")
         if self.attention_type not in ATTENTION_TYPES:
             raise ValueError(f"attention_type must be one of {', '.join(ATTENTION_TYPES)}, got {self.attention_type!r}.")
-        if self.attention_type != "tssa" and not self.normalize_scores:
-            raise ValueError(f"normalize_scores=False is for TSSA; attention_type {self.attention_type!r} has no memberships.")
 
     def set_output_features_output_indices(self, out_features: list | None, out_indices: list | None):
         """As in transformers; rejects empty lists."""

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Layers that text and vision models share: the short convolution, MLP, ISTA step, Token Statistics Self-Attention."""
+"""Layers that text and vision models share: the short convolution, the MLP, Token Statistics Self-Attention."""
 
 import math
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class ShortConvolution(nn.Module):
         return f"{self.weight.shape[0]}, kernel_size={self.kernel_size}"
 
 
-# MLP and ISTA step ----------------------------------------------------------------------------------------------------
+# MLP ------------------------------------------------------------------------------------------------------------------
 
 
 def make_dropout(p: float) -> nn.Module:
@@ -95,31 +95,6 @@ class MLP(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         intermediate = self.inner_dropout(self.act_fn(self.up_proj(hidden_states)))
         return self.dropout(self.down_proj(intermediate))
-
-
-class ISTAStep(nn.Module):
-    """One ISTA step towards a sparse code of each token (CRATE, arXiv 2306.01129), in place of an MLP.
-
-        code = relu(x + step_size * dictionary^T (x - dictionary x) - step_size * threshold)
-
-    This is a proximal gradient step on 1/2 |x - dictionary code|^2 + threshold |code|_1, code >= 0, from code = x. The code
-    replaces the token: there is no residual connection and no LayerScale. The only parameter is `dictionary` (D, D); an MLP
-    of width 4 D has 8 D^2 weights.
-    """
-
-    def __init__(self, hidden_size: int, step_size: float, threshold: float):
-        super().__init__()
-        self.step_size, self.threshold = float(step_size), float(threshold)
-        self.dictionary = nn.Parameter(torch.empty(hidden_size, hidden_size))
-        nn.init.kaiming_uniform_(self.dictionary)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The codes of tokens (B, T, D), of the same shape and non-negative."""
-        residual = hidden_states - F.linear(hidden_states, self.dictionary)
-        return F.relu(hidden_states + self.step_size * (F.linear(residual, self.dictionary.t()) - self.threshold))
-
-    def extra_repr(self) -> str:
-        return f"{len(self.dictionary)}, step_size={self.step_size}, threshold={self.threshold}"
 
 
 # Outputs --------------------------------------------------------------------------------------------------------------
@@ -174,7 +149,6 @@ class TokenStatisticsSelfAttention(nn.Module):
         decay: decay of the recurrent state: "none", "head" (learned for each head) or "token" (computed for each head from
             each token); causal form only.
         conv_kernel: kernel size of the `ShortConvolution` on the layer's input; None for none. Causal form only.
-        normalize_scores: as in `tssa`.
         backend: as in `tssa`; can be changed later.
 
     `temp` (H, 1), `denom_bias` (H, max_position_embeddings, 1) and `forget_bias` (H,) stay in float32 whatever dtype the
@@ -207,7 +181,6 @@ class TokenStatisticsSelfAttention(nn.Module):
         hidden_dropout: float = 0.0,
         decay: str = "none",
         conv_kernel: int | None = None,
-        normalize_scores: bool = True,
         backend: str | None = None,
     ):
         super().__init__()
@@ -215,7 +188,6 @@ class TokenStatisticsSelfAttention(nn.Module):
         if not causal and (decay != "none" or conv_kernel is not None):
             raise ValueError("decay and conv_kernel belong to the causal form; bidirectional TSSA has neither.")
         self.backend = backend
-        self.normalize_scores = normalize_scores
         self.num_heads = num_attention_heads
         self.head_dim = hidden_size // num_attention_heads
         self.causal = causal
@@ -323,7 +295,6 @@ class TokenStatisticsSelfAttention(nn.Module):
                 seq_idx=seq_idx,
                 initial_state=state,
                 log_decay=log_decay,
-                normalize_scores=self.normalize_scores,
                 backend=self.backend,
             )
         positions, log_decay, mask = (None if x is None else x[:, 0] for x in (positions, log_decay, mask))
@@ -335,11 +306,10 @@ class TokenStatisticsSelfAttention(nn.Module):
             mask=mask,
             initial_state=state,
             log_decay=log_decay,
-            normalize_scores=self.normalize_scores,
             backend=self.backend,
             in_place=cache_layer.may_be_overwritten,
         )
         return TSSAOutput(output.unsqueeze(1), membership.unsqueeze(-1), state)
 
 
-__all__ = ["ISTAStep", "MembershipsMixin", "ShortConvolution", "TokenStatisticsSelfAttention"]
+__all__ = ["MembershipsMixin", "ShortConvolution", "TokenStatisticsSelfAttention"]

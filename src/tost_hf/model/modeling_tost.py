@@ -34,7 +34,6 @@ from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
 from .inputs_tost import CACHE_NAME, accept_cache, check_prompt, create_causal_mask_mapping, rename_cache, resolve_inputs
 from .layers_tost import (
     MLP,
-    ISTAStep,
     MembershipsMixin,
     ShortConvolution,
     TokenStatisticsSelfAttention,
@@ -251,36 +250,28 @@ def _make_tssa(config: ToSTConfig, layer_idx: int) -> TokenStatisticsSelfAttenti
         hidden_dropout=config.hidden_dropout,
         decay=config.forgetting,
         conv_kernel=config.conv_kernel,
-        normalize_scores=config.normalize_scores,
     )
 
 
 class ToSTDecoderLayer(GradientCheckpointingLayer):
     """x + scale * TSSA(norm(x)), then x + scale * MLP(norm(x)); both scales are vectors (LayerScale).
 
-    With `pre_norm=False` norm(x + scale * TSSA(x)), then norm(x + scale * MLP(x)). With `mlp_type="ista"` the second half is
-    ISTA(norm(x)), or norm(ISTA(x)). In hybrid models some layers have softmax attention instead of TSSA.
+    In hybrid models some layers have softmax attention instead of TSSA.
     """
 
     def __init__(self, config: ToSTConfig, layer_idx: int):
         super().__init__()
         hidden_size, bias = config.hidden_size, config.use_bias
-        self.pre_norm = config.pre_norm
         self.input_layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps, bias=bias)
         self.is_softmax_attention = cast(list, config.layer_types)[layer_idx] != CAUSAL_STATISTICS
         self.self_attn = ToSTAttention(config, layer_idx) if self.is_softmax_attention else _make_tssa(config, layer_idx)
         self.attention_layer_scale = nn.Parameter(torch.full((hidden_size,), float(config.layer_scale_init_value)))
         self.post_attention_layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps, bias=bias)
-        self.mlp: nn.Module
-        self.mlp_layer_scale = None
-        if config.mlp_type == "ista":
-            self.mlp = ISTAStep(hidden_size, config.ista_step_size, config.ista_threshold)
-        else:
-            self.mlp = MLP(config, bias=config.use_bias)
-            self.mlp_layer_scale = nn.Parameter(torch.full((hidden_size,), float(config.layer_scale_init_value)))
-        for projection in (self.self_attn.out_proj, getattr(self.mlp, "down_proj", None)):
-            if projection is not None:  # initialized with a smaller standard deviation, see _init_weights
-                projection._writes_to_residual = True
+        self.mlp = MLP(config, bias=bias)
+        self.mlp_layer_scale = nn.Parameter(torch.full((hidden_size,), float(config.layer_scale_init_value)))
+        residual_projections: tuple[Any, ...] = self.self_attn.out_proj, self.mlp.down_proj
+        for projection in residual_projections:  # initialized with a smaller standard deviation
+            projection._writes_to_residual = True
 
     def forward(
         self,
@@ -300,24 +291,15 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         else:
             options = {"seq_idx": seq_idx}
         attn_output, _ = self.self_attn(
-            self.input_layernorm(hidden_states) if self.pre_norm else hidden_states,
+            self.input_layernorm(hidden_states),
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             **options,
         )
-        return add_attention_and_mlp(self, hidden_states, attn_output)
-
-
-def add_attention_and_mlp(layer: Any, hidden_states: torch.Tensor, attn_output: torch.Tensor) -> torch.Tensor:
-    """The rest of a `ToSTDecoderLayer` (or a module with its attributes) after the attention: both residuals and the MLP."""
-    hidden_states = torch.addcmul(hidden_states, layer.attention_layer_scale, attn_output)
-    if not layer.pre_norm:
-        hidden_states = layer.input_layernorm(hidden_states)
-    output = layer.mlp(layer.post_attention_layernorm(hidden_states) if layer.pre_norm else hidden_states)
-    if layer.mlp_layer_scale is not None:
-        output = torch.addcmul(hidden_states, layer.mlp_layer_scale, output)
-    return output if layer.pre_norm else layer.post_attention_layernorm(output)
+        hidden_states = torch.addcmul(hidden_states, self.attention_layer_scale, attn_output)
+        mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
+        return torch.addcmul(hidden_states, self.mlp_layer_scale, mlp_output)
 
 
 class ToSTPreTrainedModel(ToSTBaseModel):
@@ -362,10 +344,7 @@ class ToSTPreTrainedModel(ToSTBaseModel):
             init.zeros_(module.weight)
         elif isinstance(module, ToSTDecoderLayer):
             init.constant_(module.attention_layer_scale, self.config.layer_scale_init_value)
-            if module.mlp_layer_scale is not None:
-                init.constant_(module.mlp_layer_scale, self.config.layer_scale_init_value)
-        elif isinstance(module, ISTAStep):
-            init.kaiming_uniform_(module.dictionary)
+            init.constant_(module.mlp_layer_scale, self.config.layer_scale_init_value)
         elif getattr(module, "_writes_to_residual", False):
             std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
             init.normal_(module.weight, mean=0.0, std=std)
@@ -413,7 +392,7 @@ def _resize_positions(table: nn.Parameter, dim: int, size: int) -> nn.Parameter:
 
 
 class ToSTModel(ToSTPreTrainedModel):
-    """The ToST trunk: embeddings, TSSA blocks and, with `pre_norm`, a final LayerNorm.
+    """The ToST trunk: embeddings, TSSA blocks, a final LayerNorm.
 
     Example:
 
@@ -433,9 +412,7 @@ class ToSTModel(ToSTPreTrainedModel):
         self.rotary_emb = ToSTRotaryEmbedding(config) if config.uses_rope else None
         self.embedding_dropout = make_dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(ToSTDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
-        self.norm: nn.Module = nn.Identity()
-        if config.pre_norm:
-            self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)
         self.gradient_checkpointing = False
         self.post_init()
 

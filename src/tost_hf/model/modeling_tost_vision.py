@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .base_tost import ToSTBaseModel, add_class_names
 from .configuration_tost_vision import ToSTVisionConfig
-from .layers_tost import MLP, ISTAStep, MembershipsMixin, TokenStatisticsSelfAttention, make_dropout
+from .layers_tost import MLP, MembershipsMixin, TokenStatisticsSelfAttention, make_dropout
 from .tssa_reference import compute_dtype
 
 
@@ -228,26 +228,16 @@ def _make_attention(config: ToSTVisionConfig) -> nn.Module:
         out_bias=True,
         attention_dropout=config.attention_dropout,
         hidden_dropout=config.hidden_dropout,
-        normalize_scores=config.normalize_scores,
     )
 
 
 # Blocks --------------------------------------------------------------------------------------------------------------
 
 
-def _make_mlp(config: ToSTVisionConfig) -> nn.Module:
-    if config.mlp_type == "ista":
-        return ISTAStep(config.hidden_size, config.ista_step_size, config.ista_threshold)
-    return MLP(config, inner_dropout=config.hidden_dropout)
-
-
 class _ToSTVisionBlock(GradientCheckpointingLayer):
-    """Base of both kinds of block: two normalized residual branches with LayerScale and stochastic depth.
+    """Base of both kinds of block: two normalized residual branches with LayerScale and stochastic depth."""
 
-    An `ISTAStep` in place of the MLP has no residual connection, LayerScale or stochastic depth.
-    """
-
-    def __init__(self, config: ToSTVisionConfig, attention: nn.Module, mlp: nn.Module):
+    def __init__(self, config: ToSTVisionConfig, attention: nn.Module):
         super().__init__()
         hidden_size, layer_scale = config.hidden_size, float(config.layer_scale_init_value)
         self.drop_path_rate = float(config.drop_path_rate)
@@ -255,8 +245,8 @@ class _ToSTVisionBlock(GradientCheckpointingLayer):
         self.attention = attention
         self.attention_layer_scale = nn.Parameter(torch.full((hidden_size,), layer_scale))
         self.mlp_norm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps)
-        self.mlp = mlp
-        self.mlp_layer_scale = None if isinstance(mlp, ISTAStep) else nn.Parameter(torch.full((hidden_size,), layer_scale))
+        self.mlp = MLP(config, inner_dropout=config.hidden_dropout)
+        self.mlp_layer_scale = nn.Parameter(torch.full((hidden_size,), layer_scale))
 
     def drop_path(self, branch: torch.Tensor) -> torch.Tensor:
         """Stochastic depth: zeroes the branch of random images, and scales up the others to the same mean."""
@@ -269,15 +259,12 @@ class ToSTVisionLayer(_ToSTVisionBlock):
     """A block over the patches: attention and MLP, (B, N, D) to (B, N, D)."""
 
     def __init__(self, config: ToSTVisionConfig):
-        super().__init__(config, _make_attention(config), _make_mlp(config))
+        super().__init__(config, _make_attention(config))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         attn_output, _ = self.attention(self.attention_norm(hidden_states))
         hidden_states = hidden_states + self.drop_path(self.attention_layer_scale * attn_output)
-        mlp_output = self.mlp(self.mlp_norm(hidden_states))
-        if self.mlp_layer_scale is None:
-            return mlp_output
-        return hidden_states + self.drop_path(self.mlp_layer_scale * mlp_output)
+        return hidden_states + self.drop_path(self.mlp_layer_scale * self.mlp(self.mlp_norm(hidden_states)))
 
 
 class ToSTVisionClassAttentionLayer(_ToSTVisionBlock):
@@ -287,7 +274,7 @@ class ToSTVisionClassAttentionLayer(_ToSTVisionBlock):
     """
 
     def __init__(self, config: ToSTVisionConfig):
-        super().__init__(config, ToSTVisionClassAttention(config), MLP(config, inner_dropout=config.hidden_dropout))
+        super().__init__(config, ToSTVisionClassAttention(config))
         self.normalize_patch_tokens = config.normalize_patch_tokens
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -350,10 +337,7 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
             init.ones_(module.temperature)
         elif isinstance(module, _ToSTVisionBlock):
             init.constant_(module.attention_layer_scale, self.config.layer_scale_init_value)
-            if module.mlp_layer_scale is not None:
-                init.constant_(module.mlp_layer_scale, self.config.layer_scale_init_value)
-        elif isinstance(module, ISTAStep):
-            init.kaiming_uniform_(module.dictionary)
+            init.constant_(module.mlp_layer_scale, self.config.layer_scale_init_value)
         elif isinstance(module, ToSTVisionModel):
             init.trunc_normal_(module.class_token, std=self.config.initializer_range)
 

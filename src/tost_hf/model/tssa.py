@@ -71,7 +71,6 @@ def tssa(
     seq_idx: torch.Tensor | None = None,
     initial_state: TSSAState | None = None,
     log_decay: torch.Tensor | None = None,
-    normalize_scores: bool = True,
     softmax: Callable[..., torch.Tensor] | None = None,
     backend: str | None = None,
 ) -> TSSAOutput:
@@ -92,8 +91,6 @@ def tssa(
         initial_state: the recurrent state before the first token; causal form only.
         log_decay: logarithm of the decay, at most 0, by which a head's state is multiplied before a token is added: (H,),
             (T, H) or (B, T, H); causal form only. None, like 0, for no decay. Padding has no decay.
-        normalize_scores: whether the squares in the scores are divided by S. If not (the paper's ablation), no Triton
-            kernel runs; for packed sequences in the bidirectional form, no kernel.
         softmax: a function that replaces `tssa_reference.softmax_over_heads` where w contains only some of the heads (tensor
             parallelism); the reference implementation runs. None for all heads.
         backend: "auto", "torch", "numba" or "triton"; None for the environment variable TOST_HF_BACKEND, else "auto".
@@ -133,14 +130,12 @@ def tssa(
     state = None if initial_state is None else as_state(initial_state, w)
     kernels = None
     if softmax is None and (causal or seq_idx is None) and not has_tangent(*tensors):
-        kernels = find_kernels(w, backend, form, normalize_scores, decay=log_decay is not None, gradients=needs_grad)
+        kernels = find_kernels(w, backend, form, decay=log_decay is not None, gradients=needs_grad)
     if kernels == "numba":
         from .tssa_cpu import tssa_cpu
 
         bias = None if bias is None else bias.to(dtype)
-        output, membership, final_state = tssa_cpu(
-            w, temp, bias, positions, mask, log_decay, state, normalize_scores, causal, needs_grad
-        )
+        output, membership, final_state = tssa_cpu(w, temp, bias, positions, mask, log_decay, state, causal, needs_grad)
         return TSSAOutput(output, membership.transpose(1, 2), final_state)
     bias = select_bias(bias, positions, dtype)
     if kernels == "triton":
@@ -148,8 +143,8 @@ def tssa(
 
         output, membership, final_state = tssa_triton(w, temp, bias, mask, log_decay, state, causal)
         return TSSAOutput(output, membership.transpose(1, 2), final_state)
-    options = seq_idx, softmax or softmax_over_heads, normalize_scores
-    output, membership, final_state = tssa_reference(w, temp, bias, mask, log_decay, state, causal, *options)
+    options = causal, seq_idx, softmax or softmax_over_heads
+    output, membership, final_state = tssa_reference(w, temp, bias, mask, log_decay, state, *options)
     return TSSAOutput(output, membership.transpose(1, 2), final_state)
 
 
@@ -162,7 +157,6 @@ def tssa_step(
     mask: torch.Tensor | None = None,
     initial_state: TSSAState | None = None,
     log_decay: torch.Tensor | None = None,
-    normalize_scores: bool = True,
     softmax: Callable[..., torch.Tensor] | None = None,
     backend: str | None = None,
     in_place: bool = False,
@@ -216,7 +210,7 @@ def tssa_step(
     log_decay = _expand_log_decay(log_decay, mask, w.shape[:2], dtype)
     kernels = None
     if softmax is None and not has_tangent(*tensors):
-        kernels = find_kernels(w, backend, "step", normalize_scores, decay=log_decay is not None)
+        kernels = find_kernels(w, backend, "step", decay=log_decay is not None)
     if kernels == "numba" and needs_grad:
         from .tssa_cpu import tssa_cpu
 
@@ -224,19 +218,19 @@ def tssa_step(
         bias = bias if bias is None or positions is not None else bias.unsqueeze(-2)
         positions, mask, log_decay = (None if x is None else x.unsqueeze(1) for x in (positions, mask, log_decay))
         inputs = w.unsqueeze(1), temp, bias, positions, mask, log_decay, state
-        output, membership, final_state = tssa_cpu(*inputs, normalize_scores, causal=True, needs_grad=True)
+        output, membership, final_state = tssa_cpu(*inputs, causal=True, needs_grad=True)
         return TSSAOutput(output.squeeze(1), membership.squeeze(1), final_state)
     if kernels is None or needs_grad:
         bias, padding = select_bias(bias, positions, dtype), None if mask is None else ~mask
         softmax = softmax or softmax_over_heads
-        return TSSAOutput(*step(w, temp, bias, padding, state, log_decay, softmax, normalize_scores, in_place))
+        return TSSAOutput(*step(w, temp, bias, padding, state, log_decay, softmax, in_place))
     if not in_place:  # the kernels update it
         state = TSSAState(*(x.clone(memory_format=torch.contiguous_format) for x in state))
     if kernels == "numba":
         from .tssa_cpu import step_cpu
 
         bias = None if bias is None else bias.to(dtype)
-        output, membership = step_cpu(w, temp, bias, positions, mask, log_decay, state, normalize_scores)
+        output, membership = step_cpu(w, temp, bias, positions, mask, log_decay, state)
     else:
         from .tssa_triton import tssa_step_triton
 
@@ -250,9 +244,7 @@ def _needs_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None)
 
 
-def find_kernels(
-    w: torch.Tensor, backend: str | None, form: str, normalize_scores: bool = True, **options: bool
-) -> str | None:
+def find_kernels(w: torch.Tensor, backend: str | None, form: str, **options: bool) -> str | None:
     """The kernels, "numba" or "triton", that are chosen for tokens w (..., H, p) and can run; None for the reference.
 
     `form` is "causal", "bidirectional" or "step"; the other options are those of `tssa_triton.check_kernels`.
@@ -268,8 +260,6 @@ def find_kernels(
         # compilers fuse the reference step with what surrounds it; subclasses of tensors may have no array
         can_run = form != "step" if is_compiling else type(w) in (torch.Tensor, torch.nn.Parameter)
         return chosen if can_run else None
-    if not normalize_scores:
-        return None
     if type(w) is torch.Tensor:  # subclasses, such as fake tensors, may have no data
         H, p = map(operator.index, w.shape[-2:])  # constants for compilers, as for the kernels
         if not _kernels_work(backend, w.device, w.dtype, H, p, form, **options):

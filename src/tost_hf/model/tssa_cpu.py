@@ -258,7 +258,7 @@ def _are_indices(positions, mask, size):
 
 @_jit
 def _causal_forward(
-    first, last, starts, w, temp, mask, log_decay, normalize_scores, rows, has_state, bias,
+    first, last, starts, w, temp, mask, log_decay, rows, has_state, bias,
     positions, sum_sq, sum_weighted_sq, sum_membership, output, membership, score, carries,
 ):  # fmt: skip
     """The sequences from `first` to before `last`. Sequence r has the tokens from starts[r] to before starts[r + 1]; its state
@@ -303,11 +303,6 @@ def _causal_forward(
                         s = S_local[h, i] * a + q
                         S_local[h, i] = s
                         sum_of_ratios += q / max(S_carry[h, i] * A + s, EPS_S)
-                    if not normalize_scores:
-                        sum_of_ratios = F32(0)
-                        for i in range(P):
-                            v = _load(w[t, h, i])
-                            sum_of_ratios += v * v
                     position = positions[t] if has_positions else t % bias.shape[1]
                     sum_of_ratios += F32(P) * bias[h, position]
                     if saves:
@@ -344,7 +339,7 @@ def _causal_forward(
 
 @_jit
 def _causal_backward(
-    first, last, starts, w, temp, mask, log_decay, normalize_scores, membership, score, carries,
+    first, last, starts, w, temp, mask, log_decay, membership, score, carries,
     grad_output, grad_membership, grad_S, grad_N, grad_D, grad_w, grad_temp, grad_score, grad_log_decay,
 ):  # fmt: skip
     """The gradients of the sequences from `first` to before `last`. `grad_S`, `grad_N` and `grad_D` are the gradients of the
@@ -445,26 +440,17 @@ def _causal_backward(
                         sums[j + 1, i] = (sums[j, i] * a if a > 0 else F32(0)) + v * v
                 for j in range(n - 1, -1, -1):
                     t, a, A, sum_decay = tokens[j], decay[j, h], to_end[j + 1, h], F32(0)
-                    if normalize_scores:
-                        for i in range(P):
-                            v = _load(w[t, h, i])
-                            S = sums[j + 1, i]
-                            inverse = F32(1) / max(S, EPS_S)
-                            e = grad_score[t, h] * inverse
-                            y = v * v * e * inverse
-                            u = W_local[h, i] - (y if S >= EPS_S else F32(0))
-                            W_local[h, i] = u * a
-                            u += W_carry[h, i] * A
-                            sum_decay += u * sums[j, i]
-                            grad_w[t, h, i] = _cast(grad_x[j, h, i] + F32(2) * v * (e + u), zero)
-                    else:
-                        for i in range(P):
-                            u = W_local[h, i]
-                            W_local[h, i] = u * a
-                            u += W_carry[h, i] * A
-                            sum_decay += u * sums[j, i]
-                            v = _load(w[t, h, i])
-                            grad_w[t, h, i] = _cast(grad_x[j, h, i] + F32(2) * v * (grad_score[t, h] + u), zero)
+                    for i in range(P):
+                        v = _load(w[t, h, i])
+                        S = sums[j + 1, i]
+                        inverse = F32(1) / max(S, EPS_S)
+                        e = grad_score[t, h] * inverse
+                        y = v * v * e * inverse
+                        u = W_local[h, i] - (y if S >= EPS_S else F32(0))
+                        W_local[h, i] = u * a
+                        u += W_carry[h, i] * A
+                        sum_decay += u * sums[j, i]
+                        grad_w[t, h, i] = _cast(grad_x[j, h, i] + F32(2) * v * (e + u), zero)
                     if has_decay:
                         grad_log_decay[t, h] += a * sum_decay if a > 0 else 0
                         if a == 0:
@@ -480,7 +466,7 @@ def _causal_backward(
 
 @_jit
 def _bidirectional_forward(
-    first, last, starts, w, temp, mask, normalize_scores, output, membership, score, carries
+    first, last, starts, w, temp, mask, output, membership, score, carries
 ):  # fmt: skip
     """The sequences from `first` to before `last`; their sums are written to `carries` (sequences, 1, 2 H p + H)."""
     H, P = w.shape[1], w.shape[2]
@@ -499,10 +485,9 @@ def _bidirectional_forward(
                         v = _load(w[tokens[j], h, i])
                         local[h, i] += v * v
             _fold(one, total, S, local)
-        if normalize_scores:
-            for h in range(H):
-                for i in range(P):
-                    factor[h, i] = F32(1) / max(S[h, i], EPS_S_BIDIRECTIONAL)
+        for h in range(H):
+            for i in range(P):
+                factor[h, i] = F32(1) / max(S[h, i], EPS_S_BIDIRECTIONAL)
         total[:] = 0
         for start in range(starts[r], starts[r + 1], CHUNK_TOKENS):
             n = _select_tokens(start, min(start + CHUNK_TOKENS, starts[r + 1]), mask, tokens)
@@ -539,13 +524,11 @@ def _bidirectional_forward(
                     for i in range(P):
                         output[t, h, i] = _cast(-pi * _load(w[t, h, i]) * local[h, i], zero)
         local[:] = 0
-        if not normalize_scores:
-            S[:] = 0  # below the minimum, where it has no gradient
 
 
 @_jit
 def _bidirectional_backward(
-    first, last, starts, w, temp, mask, normalize_scores, membership, score, carries, grad_output, grad_membership,
+    first, last, starts, w, temp, mask, membership, score, carries, grad_output, grad_membership,
     grad_w, grad_temp,
 ):  # fmt: skip
     """The gradients of the sequences from `first` to before `last`."""
@@ -576,8 +559,7 @@ def _bidirectional_backward(
                 u = U[h, i] * inverse
                 sum_N += u * N[h, i] * inverse
                 U[h, i] = u * scale[h, i]
-                if normalize_scores:
-                    factor[h, i] = F32(1) / max(S[h, i], EPS_S_BIDIRECTIONAL)
+                factor[h, i] = F32(1) / max(S[h, i], EPS_S_BIDIRECTIONAL)
             V[h] = -sum_N
 
         # membership -> score -> S
@@ -813,7 +795,6 @@ def compute_causal(
     positions: np.ndarray | None,
     mask: np.ndarray,
     log_decay: np.ndarray | None,
-    normalize_scores: bool,
     state: Iterable[np.ndarray],
     output: np.ndarray,
     membership: np.ndarray,
@@ -842,7 +823,7 @@ def compute_causal(
     """
     if positions is not None and not _are_indices(positions, mask, bias.shape[1]):
         raise IndexError("A position is not below max_position_embeddings.")
-    inputs = w, temp, mask, _or(log_decay, _NO_HEADS), normalize_scores, rows, has_state, bias, _or(positions, _NO_INDEX)
+    inputs = w, temp, mask, _or(log_decay, _NO_HEADS), rows, has_state, bias, _or(positions, _NO_INDEX)
     S, N, D = state
     _run(_causal_forward, starts, *inputs, S, N, D[..., None], output, membership, score, carries)
 
@@ -911,7 +892,7 @@ def _copy_state(state: Iterable[torch.Tensor | None], w: torch.Tensor, causal: b
     ]
 
 
-def _compute_forward(w, temp, bias, positions, mask, log_decay, S, N, D, normalize_scores, causal, needs_grad):
+def _compute_forward(w, temp, bias, positions, mask, log_decay, S, N, D, causal, needs_grad):
     """Output, membership, the state after the last token (empty in the bidirectional form), score and carries.
 
     The last two are for the backward; the causal form without gradients has none. The carries are flattened, as compilers
@@ -925,14 +906,14 @@ def _compute_forward(w, temp, bias, positions, mask, log_decay, S, N, D, normali
     token_mask, outputs = _mask(mask, tokens), [_flat(output), _flat(membership)]
     outputs += [_flat(score), as_array(carries)] if saves else []
     if causal:
-        options: tuple[Any, ...] = _bias(bias, heads), _flat(positions), token_mask, _flat(log_decay), normalize_scores
+        options: tuple[Any, ...] = _bias(bias, heads), _flat(positions), token_mask, _flat(log_decay)
         compute_causal(*sequences, tokens, heads, *options, map(as_array, state), *outputs)  # type: ignore[call-arg]
     else:
-        _run(_bidirectional_forward, sequences[0], tokens, heads, token_mask, normalize_scores, *outputs)
+        _run(_bidirectional_forward, sequences[0], tokens, heads, token_mask, *outputs)
     return output, membership, *state, score, carries.flatten()
 
 
-def _fake_forward(w, temp, bias, positions, mask, log_decay, S, N, D, normalize_scores, causal, needs_grad):
+def _fake_forward(w, temp, bias, positions, mask, log_decay, S, N, D, causal, needs_grad):
     saves = needs_grad or not causal
     sizes = w.shape[:3], w.shape[:3] if saves else 0, math.prod(_carry_shape(w, causal)) if saves else 0
     membership, score, carries = (w.new_empty(size, dtype=torch.float32) for size in sizes)
@@ -941,7 +922,7 @@ def _fake_forward(w, temp, bias, positions, mask, log_decay, S, N, D, normalize_
 
 def _compute_backward(
     w, temp, mask, log_decay, membership, score, carries, grad_output, grad_membership, grad_S, grad_N, grad_D,
-    normalize_scores, causal,
+    causal,
 ):  # fmt: skip
     """Gradients of w, temp, and in the causal form of the score, the log decay, and the initial state."""
     grad_w, grad_temp = w.new_empty(w.shape), temp.new_zeros(w.shape[0], w.shape[2], dtype=torch.float64)
@@ -961,7 +942,7 @@ def _compute_backward(
         inputs, grads = (*inputs, _or(_flat(log_decay), _NO_HEADS)), (*grads, S, N, D[..., None])
         results = *results, _flat(grad_score), _NO_HEADS if log_decay is None else _flat(grad_log_decay)
     kernel = _causal_backward if causal else _bidirectional_backward
-    _run(kernel, starts, *inputs, normalize_scores, *saved, *grads, *results)
+    _run(kernel, starts, *inputs, *saved, *grads, *results)
     return grad_w, grad_temp.sum(0).float(), grad_score, grad_log_decay, *state
 
 
@@ -974,24 +955,23 @@ def _fake_backward(w, temp, mask, log_decay, membership, score, *args):
 _backward = _make_backward(
     "tssa_cpu_backward",
     "(Tensor w, Tensor temp, Tensor? mask, Tensor? log_decay, Tensor membership, Tensor score, Tensor carries, "
-    "Tensor? grad_output, Tensor? grad_membership, Tensor? grad_S, Tensor? grad_N, Tensor? grad_D, bool normalize_scores, "
-    "bool causal) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? grad_output, Tensor? grad_membership, Tensor? grad_S, Tensor? grad_N, Tensor? grad_D, bool causal) "
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _compute_backward,
     _fake_backward,
 )
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.normalize_scores, ctx.causal, _ = inputs
+    *tensors, ctx.causal, _ = inputs
     ctx.save_for_backward(*tensors, output[1], *output[5:])
     ctx.mark_non_differentiable(*output[5 if ctx.causal else 2 :])
     ctx.set_materialize_grads(False)
 
 
-def _run_reference(normalize_scores, is_causal, w, temp, bias, positions, mask, log_decay, S, N, D):
+def _run_reference(is_causal, w, temp, bias, positions, mask, log_decay, S, N, D):
     state, bias = None if S is None else TSSAState(S, N, D), select_bias(bias, positions, temp.dtype)
-    inputs = w, temp, bias, mask, log_decay, state, is_causal
-    output, membership, final_state = tssa_reference(*inputs, normalize_scores=normalize_scores)
+    output, membership, final_state = tssa_reference(w, temp, bias, mask, log_decay, state, is_causal)
     return output, membership, *(final_state or ())
 
 
@@ -999,10 +979,9 @@ def _differentiate(ctx, *grads):
     # accessed once, as activation checkpointing recomputes them at each access
     w, temp, bias, positions, mask, log_decay, S, N, D, *saved = ctx.saved_tensors
     if torch.is_grad_enabled():  # create_graph=True
-        reference = functools.partial(_run_reference, ctx.normalize_scores, ctx.causal)
         inputs = w, temp, bias, positions, mask, log_decay, S, N, D
-        return *differentiate_reference(reference, inputs, grads[:5]), None, None, None
-    inputs = w, temp, mask, log_decay, *saved, *grads[:5], ctx.normalize_scores, ctx.causal
+        return *differentiate_reference(functools.partial(_run_reference, ctx.causal), inputs, grads[:5]), None, None
+    inputs = w, temp, mask, log_decay, *saved, *grads[:5], ctx.causal
     grad_w, grad_temp, grad_score, grad_log_decay, *grad_state = _backward(*inputs)
     grad_bias = None
     if ctx.needs_input_grad[2]:
@@ -1013,13 +992,13 @@ def _differentiate(ctx, *grads):
             table = grad_bias.new_zeros(bias.shape)
             grad_bias = table.index_add(0, positions.flatten(), grad_bias.flatten(0, 1))
     grad_decay, grad_state = None if log_decay is None else grad_log_decay, [None] * 3 if S is None else grad_state
-    return grad_w, grad_temp, grad_bias, None, None, grad_decay, *grad_state, None, None, None
+    return grad_w, grad_temp, grad_bias, None, None, grad_decay, *grad_state, None, None
 
 
 _forward = _make_operator(
     "tssa_cpu_forward",
     "(Tensor w, Tensor temp, Tensor? bias, Tensor? positions, Tensor? mask, Tensor? log_decay, Tensor? S, Tensor? N, "
-    "Tensor? D, bool normalize_scores, bool causal, bool needs_grad) -> "
+    "Tensor? D, bool causal, bool needs_grad) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _compute_forward,
     _fake_forward,
@@ -1106,7 +1085,6 @@ def tssa_cpu(
     mask: torch.Tensor | None,
     log_decay: torch.Tensor | None,
     state: TSSAState | None,
-    normalize_scores: bool,
     causal: bool,
     needs_grad: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState | None]:
@@ -1127,7 +1105,7 @@ def tssa_cpu(
     tokens = w.float() if w.dtype == torch.float16 else w
     log_decay = None if log_decay is None else log_decay.expand(w.shape[:3])
     positions = None if positions is None else positions.long().expand(w.shape[:2])
-    inputs = tokens, temp, bias, positions, mask, log_decay, *(state or (None, None, None)), normalize_scores, causal
+    inputs = tokens, temp, bias, positions, mask, log_decay, *(state or (None, None, None)), causal
     output, membership, *final_state = _forward(*inputs, needs_grad)[:5]
     output = output if output.dtype == w.dtype else output.to(w.dtype)
     return output, membership, TSSAState(*final_state) if causal else None
@@ -1141,14 +1119,13 @@ def step_cpu(
     mask: torch.Tensor | None,
     log_decay: torch.Tensor | None,
     state: TSSAState,
-    normalize_scores: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal TSSA of one token w (B, H, p) per sequence: output and membership, without a gradient. Updates `state`."""
     tokens = np.ascontiguousarray(as_array(w.float() if w.dtype == torch.float16 else w))
     heads, results = parameter_array(temp), (np.empty_like(tokens), np.empty(tokens.shape[:2], F32))
     positions, mask, log_decay = (None if x is None else x.unsqueeze(1) for x in (positions, mask, log_decay))
     positions = None if positions is None else positions.long()
-    options: tuple[Any, ...] = _bias(bias, heads), _flat(positions), _mask(mask, tokens), _flat(log_decay), normalize_scores
+    options: tuple[Any, ...] = _bias(bias, heads), _flat(positions), _mask(mask, tokens), _flat(log_decay)
     compute_causal(*_batch(len(tokens), 1), tokens, heads, *options, map(as_array, state), *results)  # type: ignore[call-arg]
     output, membership = map(torch.from_numpy, results)
     return output.view(torch.bfloat16) if w.dtype == torch.bfloat16 else output.to(w.dtype), membership

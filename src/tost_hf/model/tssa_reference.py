@@ -18,9 +18,8 @@ With decay, the causal form multiplies each head's state by a_t in (0, 1] before
 
     S_t = a_t S_{t-1} + s_t,    N_t = a_t N_{t-1} + Pi_t s_t,    D_t = a_t D_{t-1} + Pi_t
 
-All else is as above. Packed sequences have a decay of 0 at their first tokens. `normalize_scores=False` is the paper's
-ablation, in which score_t = sum_i s_ti (plus p bias_t) and S has no effect. No code divides by a product of decays, which may
-be 0.
+All else is as above. Packed sequences have a decay of 0 at their first tokens. No code
+divides by a product of decays, which may be 0.
 
 Tests and benchmarks compare with these functions. The bidirectional form, single tokens, torch.export and compilers for
 devices other than the CPU run them, since no step depends on a tensor's values. The other backends are faster.
@@ -205,7 +204,6 @@ def tssa_reference(
     is_causal: bool = True,
     seq_idx: torch.Tensor | None = None,
     softmax: Callable[..., torch.Tensor] = softmax_over_heads,
-    normalize_scores: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState | None]:
     """TSSA in either form, as `tssa.tssa` without its checks; `mask` is bool, and only the bidirectional form reads `seq_idx`.
 
@@ -215,8 +213,8 @@ def tssa_reference(
     """
     padding = None if mask is None else ~mask
     if is_causal:
-        return causal(w, temp, bias, padding, state, log_decay, softmax, normalize_scores)
-    return *bidirectional(w, temp, padding, seq_idx, softmax, normalize_scores), None
+        return causal(w, temp, bias, padding, state, log_decay, softmax)
+    return *bidirectional(w, temp, padding, seq_idx, softmax), None
 
 
 def causal(
@@ -227,7 +225,6 @@ def causal(
     state: TSSAState | None = None,
     log_decay: torch.Tensor | None = None,
     softmax: Callable[..., torch.Tensor] = softmax_over_heads,
-    normalize_scores: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """Causal TSSA (see the formulas above).
 
@@ -244,7 +241,7 @@ def causal(
     x = mask_padding(w, padding, temp.dtype)
     sq = x * x
     sum_sq = prefix_sums(sq, initial_sums[0])
-    score = (sq / sum_sq.clamp_min(EPS_SUM_SQ) if normalize_scores else sq).sum(-1)
+    score = (sq / sum_sq.clamp_min(EPS_SUM_SQ)).sum(-1)
     if bias is not None:
         score = score + w.shape[-1] * bias
     membership = softmax(score, temp, padding)
@@ -264,7 +261,6 @@ def bidirectional(
     padding: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     softmax: Callable[..., torch.Tensor] = softmax_over_heads,
-    normalize_scores: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bidirectional TSSA of sequences or, with sequence numbers `seq_idx` (B, T), packed sequences; `softmax` as in `causal`.
 
@@ -273,7 +269,7 @@ def bidirectional(
     """
     x = mask_padding(w, padding, temp.dtype)
     sq = x * x
-    score = (sq / _sum_sequence(sq, seq_idx).clamp_min(EPS_NORM**2) if normalize_scores else sq).sum(-1)
+    score = (sq / _sum_sequence(sq, seq_idx).clamp_min(EPS_NORM**2)).sum(-1)
     membership = softmax(score, temp, padding)
     weight = membership.unsqueeze(-1)
     moment = _sum_sequence(sq * weight, seq_idx) / (_sum_sequence(membership, seq_idx) + EPS_MEMBERSHIP).unsqueeze(-1)
@@ -288,7 +284,6 @@ def step(
     state: TSSAState,
     log_decay: torch.Tensor | None = None,
     softmax: Callable[..., torch.Tensor] = softmax_over_heads,
-    normalize_scores: bool = True,
     in_place: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, TSSAState]:
     """Causal TSSA of one token, from the state before it.
@@ -313,7 +308,7 @@ def step(
     x = mask_padding(w, padding, temp.dtype)
     sq = x * x
     sum_sq = add(state.sum_sq, sq)
-    score = (sq / sum_sq.clamp_min(EPS_SUM_SQ) if normalize_scores else sq.to(sum_sq.dtype)).sum(-1)
+    score = (sq / sum_sq.clamp_min(EPS_SUM_SQ)).sum(-1)
     if bias is not None:
         score = score + w.shape[-1] * bias
     membership = softmax(score, temp, padding)

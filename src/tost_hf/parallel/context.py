@@ -97,10 +97,6 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
         raise ValueError(f'parallelize expects a mesh of one dimension, got {device_mesh.ndim}: name one, such as mesh["cp"].')
     if not model.config.is_causal:
         raise ValueError("parallelize does not support encoders (is_causal=False): their sums are over all tokens.")
-    if not model.config.normalize_scores:
-        raise ValueError(
-            "parallelize does not support normalize_scores=False; train such a model without context parallelism."
-        )
     if model.config.has_attention:
         _check_attention(model.config)
     layers = [layer for layer in model.modules() if isinstance(layer, TokenStatisticsSelfAttention)]

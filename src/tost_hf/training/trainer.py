@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerState, Trainin
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from ..files import TRAINER_STATE
-from ..model.base_tost import ToSTBaseModel
+from ..model.base_tost import AUTO_MAPS, ToSTBaseModel
 from ..model.layers_tost import FLOAT32_PARAMETERS
 from ..model.modeling_tost import ToSTForCausalLM
 from ..parallel.context import parallelize
@@ -346,9 +346,10 @@ class ToSTTrainer(Trainer):
             license: the license of the weights; a card without one cannot be published with `tost-hf publish`.
             args, kwargs: other arguments of `Trainer.create_model_card`; ignored, as the folder's files have their values.
         """
-        if isinstance(self.accelerator.unwrap_model(self.model), ToSTBaseModel):
+        model = self.accelerator.unwrap_model(self.model)
+        if isinstance(model, ToSTBaseModel) and model.config.model_type in AUTO_MAPS:
             write_card(self, language, license, tags, kwargs.get("dataset_tags"))
-        else:  # for example an adapter
+        else:  # for example an adapter, or a subclass with a model type of its own
             super().create_model_card(language, license, tags, *args, **kwargs)
 
 

@@ -199,9 +199,8 @@ class CausalStatistics(MambaBase, nn.Module):
                 width, config.num_attention_heads, bias=False, prefix=f"{prefix}.forget_proj"
             )
         self.softmax = sharded_membership if self.tp_size > 1 else None
-        self.normalize_scores = config.normalize_scores
         tokens = torch.empty(0, dtype=self.dtype)
-        kernels = None if self.dtype == torch.float16 else find_kernels(tokens, None, "causal", self.normalize_scores)
+        kernels = None if self.dtype == torch.float16 else find_kernels(tokens, None, "causal")
         self.runs_on_cpu_kernels = kernels == "numba"
         self.kv_cache = (torch.tensor([]),)
         self.no_bias = np.zeros((self.num_heads, 1), np.float32)
@@ -343,7 +342,6 @@ class CausalStatistics(MambaBase, nn.Module):
                 None if bias is None else as_array(positions),
                 batch.mask,
                 None if log_decay is None else as_array(log_decay),
-                self.normalize_scores,
                 self.state_arrays()[:3],
                 as_array(output).reshape(shape),
                 np.empty(shape[:2], np.float32),
@@ -358,7 +356,7 @@ class CausalStatistics(MambaBase, nn.Module):
         w, output = (x.unflatten(-1, (self.num_heads, -1)) for x in (w, output))
         bias = None if self.denom_bias is None else self.denom_bias.squeeze(-1).t()
         inputs: dict[str, Any] = {"positions": None if bias is None else positions, "log_decay": log_decay}
-        options: dict[str, Any] = {"normalize_scores": self.normalize_scores, "softmax": self.softmax}
+        options: dict[str, Any] = {"softmax": self.softmax}
         if batch is None:
             inputs = {name: None if x is None else x[None] for name, x in inputs.items()}
             output.copy_(tssa(w[None], self.temp, bias, **inputs, **options).output[0])

@@ -28,8 +28,7 @@ from vllm.model_executor.models.utils import (
 from vllm.sequence import IntermediateTensors
 
 from ..model.configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
-from ..model.layers_tost import ISTAStep
-from ..model.modeling_tost import ToSTRotaryEmbedding, add_attention_and_mlp, apply_rotary_pos_emb
+from ..model.modeling_tost import ToSTRotaryEmbedding, apply_rotary_pos_emb
 from .causal_statistics import CausalStatistics, state_size
 
 
@@ -89,7 +88,6 @@ class ToSTDecoderLayer(nn.Module):
         super().__init__()
         assert config.layer_types is not None
         width, layer_type = config.hidden_size, config.layer_types[extract_layer_index(prefix)]
-        self.pre_norm = config.pre_norm
         self.is_softmax_attention = layer_type != CAUSAL_STATISTICS
         self.input_layernorm = nn.LayerNorm(width, config.layer_norm_eps, bias=config.use_bias)
         self.self_attn: nn.Module
@@ -99,13 +97,8 @@ class ToSTDecoderLayer(nn.Module):
             self.self_attn = CausalStatistics(config, vllm_config, f"{prefix}.self_attn")
         self.attention_layer_scale = nn.Parameter(torch.empty(width))
         self.post_attention_layernorm = nn.LayerNorm(width, config.layer_norm_eps, bias=config.use_bias)
-        self.mlp: nn.Module
-        self.mlp_layer_scale = None
-        if config.mlp_type == "ista":  # not sharded
-            self.mlp = ISTAStep(width, config.ista_step_size, config.ista_threshold)
-        else:
-            self.mlp = MLP(config, vllm_config, f"{prefix}.mlp")
-            self.mlp_layer_scale = nn.Parameter(torch.empty(width))
+        self.mlp = MLP(config, vllm_config, f"{prefix}.mlp")
+        self.mlp_layer_scale = nn.Parameter(torch.empty(width))
 
     def forward(
         self,
@@ -113,9 +106,11 @@ class ToSTDecoderLayer(nn.Module):
         positions: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
-        normed = self.input_layernorm(hidden_states) if self.pre_norm else hidden_states
+        normed = self.input_layernorm(hidden_states)
         attn_output = self.self_attn(normed, position_embeddings if self.is_softmax_attention else positions)
-        return add_attention_and_mlp(self, hidden_states, attn_output)
+        hidden_states = torch.addcmul(hidden_states, self.attention_layer_scale, attn_output)
+        mlp_output = self.mlp(self.post_attention_layernorm(hidden_states))
+        return torch.addcmul(hidden_states, self.mlp_layer_scale, mlp_output)
 
 
 @support_torch_compile
@@ -135,9 +130,7 @@ class ToSTModel(nn.Module):
             lambda prefix: ToSTDecoderLayer(config, vllm_config, prefix),
             prefix=f"{prefix}.layers",
         )
-        self.norm: nn.Module = nn.Identity()
-        if config.pre_norm:
-            self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps, bias=config.use_bias)
+        self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps, bias=config.use_bias)
         self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(["hidden_states"], config.hidden_size)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
