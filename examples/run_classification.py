@@ -47,6 +47,7 @@ from scripting import (
     load_pretrained,
     override_config,
     parse_args,
+    position_limit,
     read_dataset,
     recorded_command,
     run,
@@ -261,7 +262,7 @@ def load_config(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase) 
 def choose_max_length(max_seq_length: int | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The number of tokens that texts are cut to, None for no limit."""
     # of RoBERTa's positions two are not for tokens, which only its tokenizer says
-    limit = min(getattr(config, "max_position_embeddings", None) or math.inf, tokenizer.model_max_length)
+    limit = min(position_limit(config) or math.inf, tokenizer.model_max_length)
     if max_seq_length is not None and max_seq_length > limit:
         raise ValueError(f"--max_seq_length {max_seq_length} is over the model's maximum of {limit} tokens.")
     return max_seq_length or (int(limit) if limit < VERY_LARGE_INTEGER else None)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import script_setup  # noqa: F401
 import scripting
 from datasets import Dataset
-from scripting import check_actions, load_pretrained, override_config, parse_args, run, set_up_logging
+from scripting import check_actions, load_pretrained, override_config, parse_args, position_limit, run, set_up_logging
 from texts import DataTrainingArguments, load_blocks
 from training_runs import train_and_report
 from transformers import (
@@ -91,7 +91,7 @@ def load_model(model_args: ModelArguments, config: PreTrainedConfig, tokenizer: 
 
 def choose_block_size(block_size: int | None, config: PreTrainedConfig) -> int:
     """Checks the requested block size; by default the model's maximum, up to 1,024."""
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = position_limit(config)
     if block_size is None:
         return min(limit or DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE)
     if block_size < 2:
@@ -99,7 +99,7 @@ def choose_block_size(block_size: int | None, config: PreTrainedConfig) -> int:
     if limit is not None and block_size > limit:
         raise ValueError(
             f"--block_size {block_size} is over the model's max_position_embeddings of {limit}; shorten the blocks, or train "
-            "a model with --config_overrides max_position_embeddings=null, which has no limit."
+            "a model with --config_overrides position_embedding_type=none, which has no limit."
         )
     return block_size
 

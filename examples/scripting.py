@@ -84,7 +84,7 @@ class ModelArguments(HubArguments):
     )
     config_overrides: str | None = HfArg(
         default=None,
-        help="Changes to the configuration, such as n_layer=4,hidden_size=128,max_position_embeddings=null or "
+        help="Changes to the configuration, such as n_layer=4,hidden_size=128,position_embedding_type=none or "
         "num_hidden_layers=6,patch_size=4,drop_path_rate=0.1.",
     )
     dtype: str | None = HfArg(
@@ -241,6 +241,12 @@ def override_config(config: PreTrainedConfig, assignments: str | None, **default
         return type(config).from_dict(fields | overrides)
     except TypeError as error:
         raise ValueError(f"--config_overrides {assignments!r} has a value that does not suit its key: {error}") from error
+
+
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """The longest sequence that a model can process; None for no limit."""
+    has_limit = getattr(config, "position_embedding_type", "learned") != "none"
+    return getattr(config, "max_position_embeddings", None) if has_limit else None
 
 
 def load_pretrained(auto_class, name: str, **options):

@@ -20,10 +20,10 @@ HYBRID = ["linear_attention", "full_attention"]
 OPTIONS = {
     "published": {},
     "decay per head": {"forgetting": "head"},
-    "decay per token": {"forgetting": "token", "max_position_embeddings": None},
+    "decay per token": {"forgetting": "token", "position_embedding_type": "none"},
     "convolution": {"conv_kernel": 4},
     "wide convolution": {"conv_kernel": 12},
-    "hybrid": {"layer_types": HYBRID, "forgetting": "token", "max_position_embeddings": None, "num_key_value_heads": 2},
+    "hybrid": {"layer_types": HYBRID, "forgetting": "token", "position_embedding_type": "none", "num_key_value_heads": 2},
     "sliding window": {"layer_types": ["linear_attention", "sliding_attention"], "sliding_window": 8},
     "all": {"forgetting": "token", "conv_kernel": 4, "use_bias": True, "tie_word_embeddings": False},
 }
@@ -184,7 +184,7 @@ def count_communication():
     counts_by_option = {}
     for options in ("published", "decay per token", "convolution"):
         model = parallelize(
-            make_model(torch.float32, **OPTIONS[options] | {"max_position_embeddings": None}), cp_mesh(4)
+            make_model(torch.float32, **OPTIONS[options] | {"position_embedding_type": "none"}), cp_mesh(4)
         ).model
         counts = []
         for length in (64, 1024):

@@ -44,7 +44,7 @@ def save_models(**options) -> None:
     """A model with TSSA in all layers, and a hybrid."""
     config = small_config(vocab_size=100, forgetting="token", conv_kernel=3, **options)
     randomize(ToSTForCausalLM(config)).save_pretrained(model_folder())
-    options |= {"layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": None}
+    options |= {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "none"}
     config = small_config(vocab_size=100, forgetting="token", **options)
     randomize(ToSTForCausalLM(config)).save_pretrained(model_folder("hybrid"))
 

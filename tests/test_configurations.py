@@ -17,7 +17,7 @@ from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 
 
 TSSA, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding_attention"
-HYBRID = {"layer_types": [TSSA, FULL], "max_position_embeddings": None}
+HYBRID = {"layer_types": [TSSA, FULL], "position_embedding_type": "none"}
 BASE = {"tost": small_config(), "tost_vision": small_vision_config()}
 
 
@@ -54,7 +54,7 @@ INVALID_FIELDS_OF_ONE = [
     ("tost", {"layer_types": [FULL] * 2}),
     ("tost", {"sliding_window": 1, "layer_types": [SLIDING, TSSA]}),
     ("tost", {"num_key_value_heads": 3, "layer_types": [FULL, TSSA]}),
-    ("tost", {"rope_parameters": {"rope_theta": 1e4}}),
+    ("tost", {"rope_parameters": {"rope_theta": 5e4}}),
     ("tost", {"rope_parameters": {"rope_type": "yarn"}} | HYBRID),
     ("tost", {"pooling": "first"}),
     ("tost", {"pooling": "max"}),
@@ -74,7 +74,7 @@ REJECTED = [(model_type, fields) for fields in INVALID_FIELDS for model_type in 
 
 @pytest.mark.parametrize("model_type, fields", REJECTED, ids=[f"{case[0]}-{next(iter(case[1]))}" for case in REJECTED])
 def test_invalid_fields_are_rejected(model_type, fields, tmp_path):
-    with pytest.raises((ValueError, StrictDataclassFieldValidationError), match=next(iter(fields))):
+    with pytest.raises((ValueError, KeyError, StrictDataclassFieldValidationError), match=next(iter(fields))):
         load_changed(tmp_path, model_type, fields)
 
 
@@ -141,27 +141,41 @@ def test_copies(config, tmp_path):
 def test_loading_with_other_fields(tmp_path):
     """Fields that depend on them are derived, and all are validated, as if the file had them."""
     small_config(layer_types=[TSSA, FULL]).save_pretrained(tmp_path)
-    config = ToSTConfig.from_pretrained(tmp_path, max_position_embeddings=None, num_hidden_layers=3)
+    config = ToSTConfig.from_pretrained(tmp_path, position_embedding_type="none", num_hidden_layers=3)
     assert config.layer_types == [TSSA, FULL, TSSA] and config.rope_parameters["rope_type"] == "default"
     config.save_pretrained(tmp_path)
-    for fields, name in ({"n_head": 5}, "num_attention_heads"), ({"max_position_embeddings": 8}, "rope_parameters"):
+    for fields, name in (
+        ({"n_head": 5}, "num_attention_heads"),
+        ({"position_embedding_type": "sine"}, "_type"),
+    ):
         with pytest.raises(ValueError, match=name):
             AutoConfig.from_pretrained(tmp_path, **fields)
     _, unused = ToSTConfig.from_pretrained(tmp_path, hidden_size=64, dtype="auto", nonsense=1, return_unused_kwargs=True)
     assert unused == {"nonsense": 1}
 
 
+ROPE = {"rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize(
-    "name, value", [("max_position_embeddings", None), ("n_positions", None), ("max_position_embeddings", math.inf)]
+    "fields, length",
+    [
+        ({}, 8192),
+        ({"layer_types": [TSSA, FULL]}, 8192),
+        ({"layer_types": [TSSA, FULL], "rope_parameters": ROPE | {"rope_type": "yarn"}}, 256),
+        ({"layer_types": [TSSA, FULL], "rope_parameters": ROPE | {"rope_type": "dynamic"}}, 64),
+    ],
 )
-def test_position_free_models_have_no_maximum_length(name, value, tmp_path):
-    """Other libraries compare `max_position_embeddings` with lengths; JSON has no infinity."""
-    config = small_config(**{name: value})
-    assert config.is_position_free and config.max_position_embeddings == config.n_positions == math.inf
+def test_null_in_files_of_earlier_versions(fields, length, tmp_path):
+    """There it stood for a model without position tables; scaled rotary positions had their length elsewhere."""
+    config = load_changed(tmp_path, "tost", fields | {"max_position_embeddings": None})
+    assert config.position_embedding_type == "none" and config.max_position_embeddings == config.n_positions == length
     config.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["max_position_embeddings"] is None
-    assert AutoConfig.from_pretrained(tmp_path).is_position_free
-    assert not small_config().is_position_free
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["max_position_embeddings"] == length and saved["position_embedding_type"] == "none"
+    assert AutoConfig.from_pretrained(tmp_path) == config
+    assert small_config(**fields | {"n_positions": None}).to_diff_dict() == config.to_diff_dict()
+    assert "position_embedding_type" not in small_config().to_dict()
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, *VISION_PRESETS])

@@ -210,7 +210,7 @@ def test_missing_file_and_folder(tmp_path):
 
 
 UNSUPPORTED = {
-    "position-free": (small_config, {"max_position_embeddings": None}),
+    "position-free": (small_config, {"position_embedding_type": "none"}),
     "untied": (small_config, {"tie_word_embeddings": False}),
     "activation": (small_config, {"hidden_act": "relu"}),
     "epsilon": (small_config, {"layer_norm_eps": 1e-6}),

@@ -212,7 +212,7 @@ def test_cbt_file(questions):
 @pytest.mark.parametrize("context", [2000, 60])  # the passages have about 800 tokens: untruncated and truncated
 def test_cbt(questions, tokenizer, context):
     """Against sums over single tokens; the answers are changed so that one of two questions is answered correctly."""
-    model = make_model(max_position_embeddings=None).double()
+    model = make_model(position_embedding_type="none").double()
     changed_examples = []
     for number, example in enumerate(questions):
         losses = []

@@ -29,7 +29,7 @@ CACHES = {
 MODELS = {
     "published": {"num_hidden_layers": 1},
     "decay": {"num_hidden_layers": 1, "forgetting": "token", "conv_kernel": 4},
-    "hybrid": {"max_position_embeddings": None, "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]},
+    "hybrid": {"position_embedding_type": "none", "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]},
 }
 
 

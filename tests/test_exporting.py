@@ -23,7 +23,7 @@ for module in ("onnxscript", "onnxruntime"):
     pytest.importorskip(module, reason="an export to ONNX needs the extra `export`")
 onnx = pytest.importorskip("onnx", reason="an export to ONNX needs the extra `export`")
 
-DECAY = {"num_hidden_layers": 1, "forgetting": "token", "conv_kernel": 4, "max_position_embeddings": None}
+DECAY = {"num_hidden_layers": 1, "forgetting": "token", "conv_kernel": 4, "position_embedding_type": "none"}
 HYBRID = {**DECAY, "num_hidden_layers": 2, "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]}
 SLIDING = {**HYBRID, "layer_types": [CAUSAL_STATISTICS, SLIDING_ATTENTION], "sliding_window": 4}
 LANGUAGE = {"published": {"num_hidden_layers": 1}, "decay": DECAY, "hybrid": HYBRID}
@@ -45,7 +45,7 @@ def assert_same_text(source: Path, folder: Path) -> None:
     """Asserts that the script of an exported folder generates the same text as `generate`."""
     model, tokenizer = tost_hf.ToSTForCausalLM.from_pretrained(source), byte_tokenizer()
     # without a position limit, longer than one chunk of a program with fixed shapes
-    text = "To be, or not to be, that is the question:" if model.config.is_position_free else "To be"
+    text = "To be, or not to be, that is the question:" if model.config.position_embedding_type == "none" else "To be"
     prompt = tokenizer(text, return_tensors="pt")
     expected = tokenizer.decode(model.generate(**prompt, max_new_tokens=20, do_sample=False)[0], skip_special_tokens=True)
     assert run_script(folder, "generate.py", text, "--tokens", "20") == f"{expected}\n"

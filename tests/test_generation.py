@@ -81,11 +81,11 @@ def test_assisted_decoding_is_greedy(tiny_model, prompt, same_model):
             assert torch.equal(assisted, generate(tiny_model, prompt[:1], **kwargs))
 
 
-HYBRID = {"max_position_embeddings": None, "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION, CAUSAL_STATISTICS]}
+HYBRID = {"position_embedding_type": "none", "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION, CAUSAL_STATISTICS]}
 MODEL_OPTIONS = {"published": {}, "decay": {"forgetting": "token", "conv_kernel": 4}, "hybrid": HYBRID}
 EARLY_EXITS = [*zip(MODEL_OPTIONS.values(), (1, 2, 3))]
 EARLY_EXITS += [  # drafts of attention layers alone
-    ({"layer_types": [FULL_ATTENTION, CAUSAL_STATISTICS, FULL_ATTENTION], "max_position_embeddings": None}, 1),
+    ({"layer_types": [FULL_ATTENTION, CAUSAL_STATISTICS, FULL_ATTENTION], "position_embedding_type": "none"}, 1),
     ({"layer_types": [SLIDING_ATTENTION, FULL_ATTENTION, CAUSAL_STATISTICS], "sliding_window": 4}, 2),
 ]
 
@@ -281,7 +281,13 @@ def test_failed_save_preserves_the_old_file(tiny_model, prompt, tmp_path, monkey
 
 # Prefilled documents ---------------------------------------------------------------------------------------------------
 
-LONG_CONTEXT = {"vocab_size": 320, "max_position_embeddings": None, "bos_token_id": 0, "eos_token_id": None, "conv_kernel": 3}
+LONG_CONTEXT = {
+    "vocab_size": 320,
+    "position_embedding_type": "none",
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "conv_kernel": 3,
+}
 LAYER_TYPES = ["tost_causal_statistics", "full_attention", "sliding_attention"]
 MIXED = {"layer_types": LAYER_TYPES, "num_hidden_layers": 3, "sliding_window": 8}
 GREEDY = {"max_new_tokens": 8, "do_sample": False}

@@ -14,7 +14,7 @@ from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, 
 
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-TOST_PLUS = {"forgetting": "token", "conv_kernel": 4, "max_position_embeddings": None}
+TOST_PLUS = {"forgetting": "token", "conv_kernel": 4, "position_embedding_type": "none"}
 HYBRID = {"layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]}
 
 
@@ -250,7 +250,7 @@ def test_sequence_classification(tiny_config):
 
 
 def test_positions_beyond_the_tables_are_rejected(tiny_model):
-    message = r"Position 128 .* hold 128 .*resize_position_embeddings.*max_position_embeddings=None"
+    message = r"Position 128 .* hold 128 .*resize_position_embeddings.*position_embedding_type='none'"
     with pytest.raises(IndexError, match=message):
         tiny_model(random_ids(1, 129))
     out = tiny_model(random_ids(1, 128))
@@ -264,8 +264,8 @@ def test_positions_beyond_the_tables_are_rejected(tiny_model):
     assert tiny_model(random_ids(1, 140), attention_mask=mask).logits.isfinite().all()  # 128 real tokens
 
 
-def test_position_free_model_has_no_tables_and_no_limit(tiny_config):
-    tiny_config.max_position_embeddings = None
+def test_model_without_positions_has_no_tables_and_no_limit(tiny_config):
+    tiny_config.position_embedding_type = "none"
     model = randomize(ToSTForCausalLM(tiny_config)).eval()
     assert not any("position" in name or "denom_bias" in name for name, _ in model.named_parameters())
     assert model(random_ids(1, 3000)).logits.isfinite().all()

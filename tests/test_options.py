@@ -36,10 +36,10 @@ OPTIONS = {
     "conv": {"conv_kernel": 4},
     "head": {"forgetting": "head"},
     "token": {"forgetting": "token"},
-    "hybrid": {"layer_types": [TSSA, FULL], "max_position_embeddings": None, "num_key_value_heads": 2},
+    "hybrid": {"layer_types": [TSSA, FULL], "position_embedding_type": "none", "num_key_value_heads": 2},
     "sliding": {"layer_types": [SLIDING, TSSA, TSSA, SLIDING], "sliding_window": 5},
     "mixed": {"layer_types": [FULL, TSSA, SLIDING, TSSA], "sliding_window": 3, "forgetting": "token", "conv_kernel": 3},
-    "rope": {"layer_types": [TSSA, SLIDING, FULL, FULL], "sliding_window": 8, "max_position_embeddings": None},
+    "rope": {"layer_types": [TSSA, SLIDING, FULL, FULL], "sliding_window": 8, "position_embedding_type": "none"},
 }
 HYBRIDS = [("sliding",), ("mixed",), ("rope",)]
 COMPILED = [(), ("token", "conv", "hybrid"), ("head", "conv")]
@@ -275,7 +275,7 @@ def test_presets_beyond_the_paper():
         assert config.options() == {}
         assert not {*OPTION_DEFAULTS, "is_causal", "pooling"} & config.to_diff_dict().keys()
     plus = ToSTConfig.from_preset("tost-plus-base")
-    assert plus.options() == {"forgetting": "token", "conv_kernel": 4} and plus.is_position_free
+    assert plus.options() == {"forgetting": "token", "conv_kernel": 4, "position_embedding_type": "none"}
     hybrid = ToSTConfig.from_preset("tost-hybrid-base", num_hidden_layers=6)
     assert [kind == "full_attention" for kind in hybrid.layer_types] == [False, False, False, True, False, False]
     state = state_bytes(ToSTConfig.from_preset("tost-base"))

@@ -106,7 +106,13 @@ def demo_folder(tmp_path, monkeypatch):
     for name in ("examples", "model_cards"):
         Path(name).symlink_to(ROOT / name)
     save_tokenizer(Path("tost-demo"))
-    options = {"max_position_embeddings": None, "forgetting": "token", "conv_kernel": 4, "bos_token_id": 0, "eos_token_id": 0}
+    options = {
+        "position_embedding_type": "none",
+        "forgetting": "token",
+        "conv_kernel": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     config = small_config(vocab_size=320, layer_types=[CAUSAL_STATISTICS, FULL_ATTENTION], **options)
     randomize(tost_hf.ToSTForCausalLM(config)).save_pretrained("tost-demo")
 

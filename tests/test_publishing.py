@@ -297,7 +297,7 @@ def test_dtype_and_size_of_shards(tmp_path, dtype):
         assert len(old_sizes) <= len(sizes) <= len(old_sizes) + 1 and max(sizes) < 1.05 * max(old_sizes)
 
 
-HYBRID = {"layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": None, "rope_parameters": {}}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "none", "rope_parameters": {}}
 
 
 @pytest.mark.parametrize("fields", [HYBRID, {"forgetting": "token", "conv_kernel": 4}, {"tie_word_embeddings": False}])

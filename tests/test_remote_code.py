@@ -253,7 +253,7 @@ assert len(losses[2]) == 2 and losses[2][0] == losses[0][0], losses  # the first
 
 
 def test_training_a_hybrid_without_the_package(bare_clients, tmp_path):
-    layers = {"layer_types": ["linear_attention", "full_attention"], "max_position_embeddings": None}
+    layers = {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "none"}
     language_model(**layers).save_pretrained(tmp_path / "model", with_code=True)
     save_tokenizer(tmp_path / "model")
     bare_clients.run(TRAIN, tmp_path / "model", tmp_path / "trained", TOST_HF_BACKEND="torch").check()

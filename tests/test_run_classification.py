@@ -295,7 +295,7 @@ def test_evaluation_of_some_classes(tmp_path, review_args):
         options = {"validation_file": tmp_path / f"{kept[0]}.csv", "output_dir": tmp_path / kept[0]}
         script.main(review_args(**changes | options, model_name_or_path=tmp_path / "out"))
         expected = sum(guess["label"] == label for guess, label in zip(classify(list(texts)), labels)) / len(texts)
-        assert results(tmp_path / kept[0])["Accuracy"] == pytest.approx(expected) and expected > 0.7
+        assert results(tmp_path / kept[0])["Accuracy"] == pytest.approx(expected) and expected > 0.5
 
 
 def test_csv_files_are_read_as_written(tmp_path):

@@ -61,9 +61,9 @@ STATISTICS, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding
 OVERRIDES = [  # arguments, --config_overrides, the expected fields
     (
         {},
-        "n_embd=64,num_attention_heads=2,max_position_embeddings=null,layer_norm_eps=1e-6,use_bias=True",
+        "n_embd=64,num_attention_heads=2,position_embedding_type=none,layer_norm_eps=1e-6,use_bias=True",
         {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 2}
-        | {"is_position_free": True, "layer_norm_eps": 1e-6, "use_bias": True},
+        | {"position_embedding_type": "none", "layer_norm_eps": 1e-6, "use_bias": True},
     ),
     ({"model_type": "gpt2"}, "n_layer=3", {"model_type": "gpt2", "num_hidden_layers": 3}),
     ({"config_name": "tost-base"}, "forgetting=token,conv_kernel=4", {"forgetting": "token", "conv_kernel": 4}),

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tost_hf import ToSTBackbone, ToSTForCausalLM, ToSTForImageClassification, ToSTForSequenceClassification, ToSTModel
 
 
-ROTARY = {"layer_types": ["tost_causal_statistics", "full_attention"], "max_position_embeddings": None}
+ROTARY = {"layer_types": ["tost_causal_statistics", "full_attention"], "position_embedding_type": "none"}
 MODELS = {
     "trunk": (ToSTModel, {}, {"temp", "denom_bias"}),
     "language model": (ToSTForCausalLM, {}, {"temp", "denom_bias"}),
@@ -36,9 +36,9 @@ def test_keep_in_fp32_modules_exist(name):
 
 def test_rope_parameters_only_with_rotary_layers():
     """Models without rotary positions have no `rope_parameters`, so that the shared tests of scaling skip them."""
-    for fields in ({}, {"layer_types": ROTARY["layer_types"]}, {"max_position_embeddings": None}, {"is_causal": False}):
+    for fields in ({}, {"layer_types": ROTARY["layer_types"]}, {"position_embedding_type": "none"}, {"is_causal": False}):
         config = small_config(**fields)
-        assert not hasattr(config, "rope_parameters") and "rope_parameters" not in config.to_dict()
+        assert "rope_parameters" not in config.to_dict()
         assert config == small_config(**fields)
     config = small_config(**ROTARY)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
@@ -49,7 +49,7 @@ def test_rope_parameters_only_with_rotary_layers():
 
 ROPE_TYPES = {
     "linear": {"factor": 2.0},
-    "dynamic": {"factor": 2.0, "original_max_position_embeddings": 8},
+    "dynamic": {"factor": 2.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 8},
     "longrope": {
         "factor": 2.0,
@@ -58,7 +58,7 @@ ROPE_TYPES = {
         "long_factor": [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0],
     },
     "llama3": {"factor": 2.0, "original_max_position_embeddings": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "default": {"partial_rotary_factor": 0.5},
+    "default": {},
 }
 
 
@@ -67,14 +67,9 @@ ROPE_TYPES = {
 def test_rotary_positions_of_every_type(rope_type, length, tmp_path):
     """Equal to those of a Llama model with the same parameters, also after loading."""
     rope = {"rope_type": rope_type, "rope_theta": 500.0} | ROPE_TYPES[rope_type]
-    model = ToSTModel(small_config(hidden_size=64, **ROTARY, rope_parameters=dict(rope)))
+    fields = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 8, "rope_parameters": dict(rope)}
+    model, llama_config = ToSTModel(small_config(**ROTARY | fields)), LlamaConfig(**fields)
     position_ids = torch.arange(length)[None]
-    max_length = int(8 * (rope.get("factor", 1) if rope_type != "dynamic" else 1))
-    llama_config = LlamaConfig(
-        hidden_size=64, num_attention_heads=4, max_position_embeddings=max_length, rope_parameters=dict(rope)
-    )
-    if rope_type == "default":  # Llama has no partial rotation
-        llama_config.head_dim = 8
     expected = LlamaRotaryEmbedding(llama_config)(torch.zeros(1), position_ids)
     model.save_pretrained(tmp_path)
     loaded = ToSTModel.from_pretrained(tmp_path)
@@ -88,13 +83,16 @@ def test_rotary_positions_of_every_type(rope_type, length, tmp_path):
     assert not torch.equal(loaded(tokens).last_hidden_state, hidden_states)
 
 
-def test_scaled_rotary_positions_need_a_length():
-    for rope_type in ("yarn", "dynamic", "longrope"):
-        with pytest.raises(ValueError, match="original_max_position_embeddings"):
-            small_config(**ROTARY, rope_parameters={"rope_type": rope_type, "factor": 2.0})
-    with pytest.raises(ValueError, match="rope_type"):
-        small_config(**ROTARY, rope_parameters={"rope_type": "spiral"})
+def test_invalid_rotary_positions():
+    for rope, message in (
+        ({"rope_type": "yarn"}, "factor"),
+        ({"rope_type": "spiral"}, "rope_type"),
+        ({"full_attention": {"rope_type": "default"}}, "rope_type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ):
+        with pytest.raises((ValueError, KeyError), match=message):
+            small_config(**ROTARY, rope_parameters=rope)
     config = small_config()
-    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4}
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0}
     with pytest.raises(ValueError, match="rope_parameters"):
         ToSTModel(config)

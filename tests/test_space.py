@@ -304,7 +304,7 @@ def check_second_token(page, model, ids, letter):
 def test_text_generation(tmp_path, driver, libraries, first_layer, count, state_at_length):
     """Greedy tokens equal the model's; the state grows only by keys and values of attention layers."""
     layer_types = [first_layer, CAUSAL_STATISTICS]
-    model = save_language_model(tmp_path / "model", max_position_embeddings=None, layer_types=layer_types)
+    model = save_language_model(tmp_path / "model", position_embedding_type="none", layer_types=layer_types)
     with open_page(driver, write_space(tmp_path / "model", tmp_path / "page", title="A page")) as page:
         assert driver.title == page["title"] == "A page"
         assert page.find("prompt").get_attribute("value") == "Once upon a time"

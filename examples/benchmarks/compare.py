@@ -46,7 +46,7 @@ def make_workloads(device: str, batch: int, tokens: int, width: int, layers: int
         hidden_size=width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        max_position_embeddings=None,
+        position_embedding_type="none",
         bos_token_id=None,
         eos_token_id=None,
         forgetting="token",

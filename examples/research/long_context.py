@@ -4,7 +4,7 @@
     python examples/benchmarks/run.py long_context --text TEXT_FOLDER
     python examples/benchmarks/run.py long_context --text TEXT_FOLDER --variant "ToST conv token" --length 16384
 
-Trains a small model with max_position_embeddings=None on blocks of 1,024 tokens, then reads the validation text as one
+Trains a small model with position_embedding_type="none" on blocks of 1,024 tokens, then reads the validation text as one
 sequence of up to 262,144 tokens in chunks, with the recurrent state in the cache. Reports for each range of positions: the
 mean loss; the loss of the same tokens if this state is reset every 1,024 tokens, so that their difference is the gain by older
 tokens; and the normalized distance of the memberships' entropy from its maximum (0: the membership Pi is uniform over the

@@ -74,14 +74,15 @@ def prefill_cache(
         raise ValueError(f"input_ids must be (B, T) with at least one token, got {tuple(input_ids.shape)}.")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
-    num_tokens, max_length, mask = input_ids.shape[1], model.config.max_position_embeddings, attention_mask
+    num_tokens, mask = input_ids.shape[1], attention_mask
     if mask is not None:
         if mask.shape != input_ids.shape:
             raise ValueError(f"attention_mask must have shape {tuple(input_ids.shape)}, got {tuple(mask.shape)}.")
         num_tokens, mask = int(mask.sum(1).max()), mask.to(model.device)
-    if num_tokens > max_length:
+    config = model.config
+    if config.position_embedding_type == "learned" and num_tokens > (limit := config.max_position_embeddings):
         raise ValueError(
-            f"The prompt has {num_tokens:,} tokens, the model positions for {max_length:,}: use a shorter prompt, or a model "
+            f"The prompt has {num_tokens:,} tokens, the model positions for {limit:,}: use a shorter prompt, or a model "
             "without a position table."
         )
     cache, end = ToSTCache(model.config), 0

@@ -322,8 +322,6 @@ def _load_pickle(path: Path) -> Any:
 def _authors_settings(config: Config, names: Mapping[str, str], fixed: Mapping, source: Path) -> dict[str, object]:
     """`model_args` or `args` of a configuration; ValueError if the authors' code cannot represent it."""
     unsupported = config.options() | {name: getattr(config, name) for name in fixed if getattr(config, name) != fixed[name]}
-    if getattr(config, "is_position_free", False):
-        unsupported["max_position_embeddings"] = None
     if unsupported:
         options = ", ".join(f"{name}={value!r}" for name, value in unsupported.items())
         raise ValueError(f"{source} has {options}; the authors' format has no such options.")

@@ -33,9 +33,9 @@ ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 ROPE |= {"partial_rotary_factor": 0.5}
 OPTIONS = {
     "published": {"tie_word_embeddings": True},
-    "conv_token": {"max_position_embeddings": None, "forgetting": "token", "conv_kernel": 4},
+    "conv_token": {"position_embedding_type": "none", "forgetting": "token", "conv_kernel": 4},
     "hybrid": {
-        "max_position_embeddings": None,
+        "position_embedding_type": "none",
         "forgetting": "token",
         "conv_kernel": 4,
         "layer_types": [TSSA, FULL, TSSA, SLIDING],
@@ -45,7 +45,7 @@ OPTIONS = {
     },
     "hybrid_positions": {"layer_types": [TSSA, FULL, TSSA, TSSA], "use_bias": True},
     "odd": {
-        "max_position_embeddings": None,
+        "position_embedding_type": "none",
         "hidden_size": 75,
         "num_attention_heads": 5,
         "forgetting": "head",

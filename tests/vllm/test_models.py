@@ -132,7 +132,7 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "v
 DYNAMIC_ROPE = {
     "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
-    "max_position_embeddings": None,
+    "position_embedding_type": "none",
     "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64},
 }
 REJECTED = {

@@ -84,7 +84,7 @@ class LanguageProgram(ModelProgram):
         if SLIDING_ATTENTION in config.layer_types:
             raise ValueError("Layers of sliding_attention cannot be exported yet; use full_attention.")
         self.has_attention = set(config.layer_types) != {CAUSAL_STATISTICS}
-        self.has_positions = not config.is_position_free or self.has_attention
+        self.has_positions = config.position_embedding_type == "learned" or self.has_attention
         for i, layer_type in enumerate(config.layer_types):
             for name, shape in layer_shapes(config, layer_type, SAMPLE_SIZES[CACHED]).items():
                 sizes = [CACHED if name in ("keys", "values") and d == 1 else n for d, n in enumerate(shape)]

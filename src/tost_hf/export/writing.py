@@ -123,6 +123,8 @@ def make_metadata(program: ModelProgram, dtype: str) -> dict:
     if isinstance(program, LanguageProgram):
         names = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
         metadata |= {name: config.to_dict()[name] for name in names}
+        if config.position_embedding_type == "none":
+            metadata["max_position_embeddings"] = None
         metadata["statistics_layers"] = [i for i, kind in enumerate(config.layer_types) if "statistics" in kind]
         metadata["num_attention_heads"] = config.num_attention_heads
         size = state_bytes(config)

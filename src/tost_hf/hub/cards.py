@@ -195,8 +195,9 @@ def describe(config: Any) -> dict[str, str]:
         description["images"] = f"{height} x {width} pixels, patches of {config.patch_size}, attention {config.attention_type}"
     else:
         description["vocabulary"] = f"{config.vocab_size:,}"
-        is_free = config.is_position_free
-        description["positions"] = "no limit (position-free)" if is_free else f"{config.max_position_embeddings:,}"
+        length = f"{config.max_position_embeddings:,}"
+        has_limit = config.position_embedding_type == "learned"
+        description["positions"] = length if has_limit else f"no limit; meant for texts of up to {length} tokens"
         description["state"] = "none: an encoder processes the whole sequence at once"
         if config.is_causal:
             state = state_bytes(config)

@@ -319,7 +319,7 @@ def _inspect_text(
         raise ValueError("A language model needs its tokenizer.")
     input_ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]  # verbose: warns of long texts
     total = input_ids.shape[1]
-    input_ids = input_ids[:, : min(max_tokens, model.config.max_position_embeddings or total)]
+    input_ids = input_ids[:, : min(max_tokens, model.config.max_position_embeddings)]
     shown = input_ids.shape[1]
     trace = trace_model(model, input_ids=input_ids)
     indices = [trace.layers.index(layer) for layer in layers]

@@ -4,7 +4,6 @@
 import dataclasses
 import functools
 import importlib
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -69,7 +68,6 @@ def code_files(model_type: str) -> dict[str, Path]:
 
 
 FIELD_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {  # rule: (check, names of fields)
-    "be an integer, or None for no limit": (lambda x: isinstance(x, int) or x == math.inf, "max_position_embeddings"),
     "be at least 1": (
         lambda x: x >= 1,
         "vocab_size max_position_embeddings num_hidden_layers num_class_attention_layers num_attention_heads num_channels",
@@ -207,8 +205,9 @@ class ToSTBaseModel(PreTrainedModel):
     def __init__(self, config, *inputs, **kwargs):
         config_class = type(self).config_class
         assert config_class is not None  # transformers sets it from the annotation of `config`
-        # not their classes, as those of remote code differ
-        if not isinstance(config, config_class) and getattr(config, "model_type", None) != config_class.model_type:
+        # a subclass, or remote code's class of this name
+        is_subclass = isinstance(config, config_class) and type(config) is not config_class
+        if not is_subclass and getattr(config, "model_type", None) != config_class.model_type:
             raise ValueError(
                 f"{type(self).__name__} needs a {config_class.__name__} (model type {config_class.model_type!r}), got a "
                 f"{type(config).__name__} of model type {getattr(config, 'model_type', None)!r}."

@@ -1,13 +1,9 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Configuration of ToST text models, and presets of the paper's sizes."""
 
-import copy
-import math
-from dataclasses import field
 from typing import Any, cast
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .base_tost import ToSTBaseConfig, check_fields
@@ -24,7 +20,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tost-medium": {"num_hidden_layers": 24, "num_attention_heads": 16, "hidden_size": 1024},
     "tost-large": {"num_hidden_layers": 36, "num_attention_heads": 20, "hidden_size": 1280},
 }
-_PLUS_FIELDS = {"forgetting": "token", "conv_kernel": 4, "max_position_embeddings": None}
+# The longest text that models without a position table are meant for; other libraries read it, models do not. vLLM accepts
+# requests, and sentence-transformers reads texts, up to this length. It is not larger since lm-evaluation-harness computes the
+# logits of windows of this length, which take 1.65 GB in float32 (26 GB for 131,072 tokens).
+MAX_TEXT_LENGTH = 8192
+_PLUS_FIELDS = {
+    "forgetting": "token",
+    "conv_kernel": 4,
+    "position_embedding_type": "none",
+    "max_position_embeddings": MAX_TEXT_LENGTH,
+}
 PRESETS |= {
     "tost-plus-base": PRESETS["tost-base"] | _PLUS_FIELDS,
     "tost-plus-medium": PRESETS["tost-medium"] | _PLUS_FIELDS,
@@ -36,14 +41,13 @@ PRESETS |= {
 BEYOND_PAPER = ("forgetting", "conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters")
 # all options, with the values of the published models; `get_option_defaults` adds those that depend on other fields
 OPTION_DEFAULTS: dict[str, Any] = dict.fromkeys(BEYOND_PAPER)
-OPTION_DEFAULTS |= {"forgetting": "none", "is_causal": True, "pooling": None}
+OPTION_DEFAULTS |= {"forgetting": "none", "is_causal": True, "pooling": None, "position_embedding_type": "learned"}
 
 DECAY_TYPES = ("none", "head", "token")
 POOLING_TYPES = ("mean", "first", "last")
+POSITION_EMBEDDING_TYPES = ("learned", "none")
 MAX_CONV_KERNEL = 64
-SCALED_ROPE_TYPES = ("dynamic", "yarn", "longrope", "llama3")  # relative to a length
 BATCH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")  # whose frequencies depend on the longest position of a batch
-ROPE_ERROR = "rope_parameters are for softmax attention layers of position-free models (max_position_embeddings=None)."
 
 
 @strict
@@ -58,9 +62,11 @@ class ToSTConfig(ToSTBaseConfig):
             membership is 1 and a token's score has no effect.
         intermediate_size: width of the MLP; 4 * `hidden_size` if None.
         hidden_act: activation of the MLP; "gelu" is the exact (erf) one.
-        max_position_embeddings: length of the learned position tables (`embed_positions`, and `denom_bias` in each layer),
-            which is the maximum sequence length. None for the position-free variant, which has neither table and no limit;
-            the attribute is then infinity, which other libraries compare with lengths, and null in files. Also `n_positions`.
+        position_embedding_type: "learned", as published, for position tables (`embed_positions`, and `denom_bias` in each
+            layer), or "none" for a model without these, whose softmax attention layers have rotary positions.
+        max_position_embeddings: size of the position tables, which is the maximum sequence length; with "none" the longest
+            text that the model is meant for, which other libraries read, and the model does not enforce. Also `n_positions`.
+            None, as in files of earlier versions, sets `position_embedding_type="none"`, and 8,192.
         layer_norm_eps: epsilon of the LayerNorms.
         layer_scale_init_value: initial value of both LayerScale vectors of a block.
         use_bias: whether the Linear and LayerNorm layers of the blocks and the final norm have a bias. `lm_head` has none.
@@ -80,14 +86,13 @@ class ToSTConfig(ToSTBaseConfig):
         sliding_window: number of tokens that a "sliding_attention" layer attends to, including the current one.
         num_key_value_heads: number of key and value heads of the attention layers; must divide `num_attention_heads`, which
             is the default.
-        rope_parameters: parameters of the rotary position embeddings that attention layers have in a position-free model, as
-            in transformers: "rope_theta", "rope_type" ("default", "linear", "dynamic", "yarn", "longrope", "llama3", ...) with
-            its parameters, and "partial_rotary_factor". Types that scale from a length need it as
-            "original_max_position_embeddings", with a "factor". Other models do not have this attribute.
+        rope_parameters: parameters of the rotary positions of softmax attention layers (`position_embedding_type="none"`), as
+            in transformers: "rope_theta", and "rope_type" ("default", "linear", "dynamic", "yarn", "longrope", "llama3", ...)
+            with its parameters. All channels of a head rotate.
         is_causal: whether a token depends only on itself and the preceding tokens, as in a language model. False for an
             encoder: each layer sums over the whole sequence, and there is no `denom_bias`, no cache and no generation. The
-            order of the tokens is then known from `embed_positions` alone: without it (`max_position_embeddings=None`) an
-            encoder treats a sequence as a set of tokens.
+            order of the tokens is then known from `embed_positions` alone: with `position_embedding_type="none"` an encoder
+            treats a sequence as a set of tokens.
         pooling: features that a sequence classifier computes its logits from: those of the "first" or the "last" real token,
             or the "mean" over real tokens. The default is "last" in causal models, as published, and "mean" in encoders.
         tie_word_embeddings: whether `lm_head` shares the token embedding's weight.
@@ -123,7 +128,8 @@ class ToSTConfig(ToSTBaseConfig):
     num_attention_heads: int = 12
     intermediate_size: int | None = None
     hidden_act: str = "gelu"
-    max_position_embeddings: int | float | None = 1024
+    position_embedding_type: str = "learned"
+    max_position_embeddings: int | None = 1024
     layer_norm_eps: float | int = 1e-5
     layer_scale_init_value: float | int = 1e-5
     use_bias: bool = False
@@ -136,7 +142,7 @@ class ToSTConfig(ToSTBaseConfig):
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     num_key_value_heads: int | None = None
-    rope_parameters: dict | None = field(default_factory=lambda: None)  # no class attribute: `hasattr` is false without it
+    rope_parameters: dict | None = None
     is_causal: bool = True
     pooling: str | None = None
     tie_word_embeddings: bool = True
@@ -144,8 +150,6 @@ class ToSTConfig(ToSTBaseConfig):
     bos_token_id: int | None = 50256
     eos_token_id: int | list[int] | None = 50256
     pad_token_id: int | None = None
-
-    __eq__ = PreTrainedConfig.__eq__  # that of dataclasses reads `rope_parameters`
 
     @classmethod
     def from_preset(cls, name: str, **overrides) -> "ToSTConfig":
@@ -164,7 +168,7 @@ class ToSTConfig(ToSTBaseConfig):
     def __post_init__(self, **kwargs):
         self._set_aliases(kwargs)
         if self.max_position_embeddings is None:
-            self.max_position_embeddings = math.inf
+            self._set_text_length()
         if self.layer_types is None:
             self.layer_types = [CAUSAL_STATISTICS] * self.num_hidden_layers
         self.layer_types = [CAUSAL_STATISTICS if name == LINEAR_ATTENTION else name for name in self.layer_types]
@@ -177,18 +181,33 @@ class ToSTConfig(ToSTBaseConfig):
         if self.pooling is None:
             self.pooling = "last" if self.is_causal else "mean"
         self.use_cache = self.use_cache and self.is_causal
-        if not self.uses_rope:
-            rope_parameters = self.rope_parameters
-            del self.rope_parameters
-            if rope_parameters is not None:
-                raise ValueError(ROPE_ERROR)
+        rope_parameters = self.rope_parameters
         super().__post_init__(**kwargs)
+        if not self.uses_rope:  # where transformers sets its default
+            self.rope_parameters = rope_parameters
         self.base_model_tp_plan = self._make_tp_plan()  # type: ignore[misc]  # of an instance, as it depends on the options
         # @strict runs the validators as well, but wraps their error in another one
         self.validate_architecture()
 
+    def _set_text_length(self) -> None:
+        """For files of earlier versions, where null stands for no position tables: sets the fields that now say so."""
+        self.position_embedding_type, self.max_position_embeddings = "none", MAX_TEXT_LENGTH
+        rope = self.rope_parameters or {}
+        if "original_max_position_embeddings" in rope:
+            length = rope["original_max_position_embeddings"]
+            if rope.get("rope_type") == "dynamic":  # transformers scales it from the maximum length
+                self.rope_parameters = {k: x for k, x in rope.items() if k != "original_max_position_embeddings"}
+            else:
+                length = int(length * rope.get("factor", 1))
+            self.max_position_embeddings = length
+
     def validate_architecture(self):
         check_fields(self)
+        if self.position_embedding_type not in POSITION_EMBEDDING_TYPES:
+            raise ValueError(
+                f"position_embedding_type must be one of {', '.join(POSITION_EMBEDDING_TYPES)}, got "
+                f"{self.position_embedding_type!r}."
+            )
         if self.forgetting not in DECAY_TYPES:
             raise ValueError(f"forgetting must be one of {', '.join(DECAY_TYPES)}, got {self.forgetting!r}.")
         if self.conv_kernel is not None and not 2 <= self.conv_kernel <= MAX_CONV_KERNEL:
@@ -231,17 +250,9 @@ class ToSTConfig(ToSTBaseConfig):
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads ({self.num_attention_heads}), got {num_key_value_heads}."
             )
-        self.validate_rope()
-        if self.uses_rope and self.head_dim % 2:
-            raise ValueError(f"Rotary positions need an even head_dim, got {self.head_dim}.")
-
-    def validate_rope(self):
-        """As in transformers, for a model without a maximum length."""
-        rope = getattr(self, "rope_parameters", None)
-        if rope is None and self.uses_rope:
-            raise ValueError("Softmax attention layers of position-free models need rope_parameters.")
-        if rope is not None and not self.uses_rope:
-            raise ValueError(ROPE_ERROR)
+        rope = self.rope_parameters
+        if (rope is not None) != self.uses_rope:
+            raise ValueError('rope_parameters are for softmax attention layers with position_embedding_type="none" alone.')
         if rope is None:
             return
         if (rope_type := rope.get("rope_type")) not in ("default", *ROPE_INIT_FUNCTIONS):
@@ -249,28 +260,10 @@ class ToSTConfig(ToSTBaseConfig):
                 f"rope_parameters must have a rope_type among default, {', '.join(ROPE_INIT_FUNCTIONS)}, the same for all "
                 f"layers, got {rope_type!r}."
             )
-        length, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-        if rope_type in SCALED_ROPE_TYPES and not (isinstance(length, int) and isinstance(factor, int | float)):
-            raise ValueError(
-                f"rope_parameters of rope_type {rope_type!r} need 'factor', and in 'original_max_position_embeddings' the "
-                "length that they scale from: a position-free model has no maximum length."
-            )
-        config = self.with_finite_length()
-        try:
-            super(ToSTConfig, config).validate_rope()
-        except KeyError as error:
-            raise ValueError(error.args[0]) from error
-
-    def with_finite_length(self) -> "ToSTConfig":
-        """A copy with the maximum length that transformers' functions for rotary positions expect."""
-        config, rope = copy.copy(self), cast(dict, self.rope_parameters)
-        length = rope.get("original_max_position_embeddings", 1)
-        if rope["rope_type"] == "dynamic":  # scales from the maximum length
-            config.ignore_keys_at_rope_validation = {"original_max_position_embeddings"}
-        else:
-            length = int(length * rope.get("factor", 1))
-        config.max_position_embeddings = length
-        return config
+        if rope.get("partial_rotary_factor", 1) != 1:
+            raise ValueError("All channels of a head rotate: remove partial_rotary_factor from rope_parameters.")
+        if self.head_dim % 2:
+            raise ValueError(f"Rotary positions need an even head_dim, got {self.head_dim}.")
 
     def get_option_defaults(self) -> dict[str, Any]:
         """The options and their values in published models."""
@@ -283,8 +276,6 @@ class ToSTConfig(ToSTBaseConfig):
     def to_dict(self) -> dict:
         """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
         fields = super().to_dict()
-        if self.is_position_free:  # JSON has no infinity
-            fields["max_position_embeddings"] = None
         if "layer_types" in fields:
             names = {CAUSAL_STATISTICS: LINEAR_ATTENTION}
             layer_types = fields["layer_types"][: self.num_hidden_layers]
@@ -303,14 +294,9 @@ class ToSTConfig(ToSTBaseConfig):
         return {"embed_tokens": "embedding_rowwise"} | {f"layers.*.{name}": style for name, style in styles.items()}
 
     @property
-    def is_position_free(self) -> bool:
-        """Whether the model has no position tables, and so no maximum length."""
-        return self.max_position_embeddings in (None, math.inf)
-
-    @property
     def uses_rope(self) -> bool:
         """Whether the model has softmax attention layers with rotary positions."""
-        return self.is_position_free and set(cast("list[str]", self.layer_types)) != {CAUSAL_STATISTICS}
+        return self.position_embedding_type == "none" and set(cast("list[str]", self.layer_types)) != {CAUSAL_STATISTICS}
 
     @property
     def has_attention(self) -> bool:

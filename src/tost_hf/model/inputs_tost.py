@@ -120,7 +120,7 @@ def resolve_inputs(
     else:
         _check_continuation(position_ids, full_mask, past_length)
     position_ids = position_ids.expand(B, T)
-    if not config.is_position_free:
+    if config.position_embedding_type == "learned":
         if mask is not None:  # positions of padding are not used, and may be -1 where real tokens are counted
             position_ids = position_ids.masked_fill(~mask, 0)
         _check_positions(position_ids, past_length, cast(int, config.max_position_embeddings))
@@ -339,7 +339,7 @@ def _check_positions(position_ids: torch.Tensor, past_length, limit: int) -> Non
         raise IndexError(
             f"Position {high} is past the end of this model's learned position tables, which hold {limit} "
             f"(max_position_embeddings): shorten the sequence, extend the tables with resize_position_embeddings and "
-            f"fine-tune, or use a position-free model (max_position_embeddings=None)."
+            f"fine-tune, or use a model without them (position_embedding_type='none')."
         )
 
 

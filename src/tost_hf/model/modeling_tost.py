@@ -23,8 +23,8 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
     TokenClassifierOutput,
 )
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb, eager_attention_forward
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -40,7 +40,7 @@ from .layers_tost import (
     initial_decay_bias,
     make_dropout,
 )
-from .tssa_reference import compute_dtype, is_traced
+from .tssa_reference import is_traced
 
 
 logger = logging.get_logger(__name__)
@@ -86,76 +86,16 @@ class ToSTQuestionAnsweringModelOutput(MembershipsMixin, QuestionAnsweringModelO
 # Softmax attention of hybrid models --------------------------------------------------------------------------------------
 
 
-class ToSTRotaryEmbedding(nn.Module):
-    """Rotary position embeddings (RoFormer, arXiv 2104.09864) of every type that transformers computes, in float32.
-
-        angle = position_ids * inv_freq,    inv_freq_i = rope_theta ** (-2 i / rotary_dim), then scaled by `rope_type`
-
-    Args:
-        config: a configuration with `rope_parameters`; "partial_rotary_factor" determines how many channels of a head rotate.
-    """
-
-    def __init__(self, config: ToSTConfig):
-        super().__init__()
-        self.config = config.with_finite_length()
-        self.rope_type: str = cast(dict, self.config.rope_parameters)["rope_type"]
-        self.max_seq_len_cached = self.original_max_seq_len = self.config.max_position_embeddings
-        inv_freq, self.attention_scaling = self.compute_inv_freq()
-        self.inv_freq = nn.Buffer(inv_freq, persistent=False)
-        self.original_inv_freq = nn.Buffer(inv_freq.clone(), persistent=False)
-
-    def compute_inv_freq(self) -> tuple[torch.Tensor, float]:
-        """The inverse frequencies (rotary_dim / 2,), and the factor on cosines and sines."""
-        init_function = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
-        return init_function(self.config)
-
-    @staticmethod
-    def compute_default_rope_parameters(config: ToSTConfig, *args, **kwargs) -> tuple[torch.Tensor, float]:
-        """As the functions in transformers' `ROPE_INIT_FUNCTIONS`, for rope_type "default"."""
-        rope: Any = config.rope_parameters
-        rotary_dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
-        return 1.0 / rope["rope_theta"] ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim), 1.0
+class ToSTRotaryEmbedding(LlamaRotaryEmbedding):
+    """transformers' rotary position embeddings, whose frequencies stay in float32."""
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         if self.inv_freq.dtype != torch.float32:  # cast by model.to(dtype) or model.half(), which would round it
-            inv_freq = self.compute_inv_freq()[0].to(self.inv_freq.device)
-            self.inv_freq.data, self.original_inv_freq.data = inv_freq, inv_freq.clone()
+            with self.inv_freq.device:
+                self.inv_freq.data = type(self)(self.config).inv_freq
+            self.original_inv_freq.data = self.inv_freq.clone()
         return self
-
-    @torch.no_grad()
-    @dynamic_rope_update
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, each (B, T, rotary_dim), in the dtype of x, for `position_ids` (B, T)."""
-        angle = position_ids[..., None].float() * self.inv_freq.to(x.device)
-        angle = torch.cat([angle, angle], -1)
-        return (angle.cos() * self.attention_scaling).to(x.dtype), (angle.sin() * self.attention_scaling).to(x.dtype)
-
-
-def apply_rotary_pos_emb(query, key, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotates the first channels of queries and keys (B, heads, T, head_dim): as many as cos and sin (B, T, channels) have."""
-    rotary_dim = cos.shape[-1]
-
-    def rotate(x):
-        x, rest = x[..., :rotary_dim], x[..., rotary_dim:]
-        x1, x2 = x.chunk(2, -1)
-        x = x * cos.unsqueeze(1) + torch.cat([-x2, x1], -1) * sin.unsqueeze(1)
-        return torch.cat([x, rest], -1) if rest.shape[-1] else x
-
-    return rotate(query), rotate(key)
-
-
-def eager_attention_forward(
-    module: nn.Module, query, key, value, attention_mask: torch.Tensor | None, scaling: float, dropout: float = 0.0, **kwargs
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers' attention interface in plain PyTorch: the output (B, T, heads, head_dim) and the attention weights."""
-    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
-    scores = query @ key.transpose(-2, -1) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    attn_weights = scores.softmax(-1, dtype=compute_dtype(query.dtype)).to(query.dtype)
-    attn_weights = nn.functional.dropout(attn_weights, dropout, module.training)
-    return (attn_weights @ value).transpose(1, 2), attn_weights
 
 
 class ToSTAttention(nn.Module):
@@ -237,13 +177,13 @@ class ToSTAttention(nn.Module):
 
 
 def _make_tssa(config: ToSTConfig, layer_idx: int) -> TokenStatisticsSelfAttention:
-    has_denom_bias = config.is_causal and not config.is_position_free
+    has_denom_bias = config.is_causal and config.position_embedding_type == "learned"
     return TokenStatisticsSelfAttention(
         config.hidden_size,
         config.num_attention_heads,
         causal=config.is_causal,
         layer_idx=layer_idx,
-        max_position_embeddings=cast(int, config.max_position_embeddings) if has_denom_bias else None,
+        max_position_embeddings=config.max_position_embeddings if has_denom_bias else None,
         in_bias=config.use_bias,
         out_bias=config.use_bias,
         attention_dropout=config.attention_dropout,
@@ -351,7 +291,7 @@ class ToSTPreTrainedModel(ToSTBaseModel):
 
     # transformers does not declare None, and raises for models without a table
     def get_position_embeddings(self) -> nn.Embedding | None:  # type: ignore[override]
-        """The learned position table, or None in the position-free variant."""
+        """The learned position table, or None in a model without one."""
         return cast("ToSTModel", self.base_model).embed_positions
 
     def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
@@ -364,8 +304,8 @@ class ToSTPreTrainedModel(ToSTBaseModel):
         Raises:
             ValueError: the size is not a positive integer, or the model has no positions.
         """
-        if self.config.is_position_free:
-            raise ValueError("This model is position-free: it has no position tables to resize, and no limit.")
+        if self.config.position_embedding_type == "none":
+            raise ValueError("This model has no position tables to resize, and no limit.")
         if not isinstance(new_num_position_embeddings, int) or new_num_position_embeddings < 1:
             raise ValueError(f"The number of positions must be a positive integer, got {new_num_position_embeddings!r}.")
         trunk = cast("ToSTModel", self.base_model)
@@ -407,9 +347,9 @@ class ToSTModel(ToSTPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = None
-        if not config.is_position_free:
+        if config.position_embedding_type == "learned":
             self.embed_positions = nn.Embedding(cast(int, config.max_position_embeddings), config.hidden_size)
-        self.rotary_emb = ToSTRotaryEmbedding(config) if config.uses_rope else None
+        self.rotary_emb = ToSTRotaryEmbedding(cast(Any, config)) if config.uses_rope else None
         self.embedding_dropout = make_dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(ToSTDecoderLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.use_bias)

@@ -190,7 +190,7 @@ class CausalStatistics(MambaBase, nn.Module):
         self.convolution = None if config.conv_kernel is None else ShortConvolution(width, config.conv_kernel)
         self.temp = self._per_head_parameter(1)
         self.denom_bias = self.forget_bias = self.forget_proj = None
-        if not config.is_position_free:
+        if config.position_embedding_type == "learned":
             self.denom_bias = self._per_head_parameter(cast(int, config.max_position_embeddings), 1)
         if config.forgetting != "none":
             self.forget_bias = self._per_head_parameter()

@@ -7,6 +7,7 @@ from itertools import islice
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group
@@ -28,7 +29,7 @@ from vllm.model_executor.models.utils import (
 from vllm.sequence import IntermediateTensors
 
 from ..model.configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
-from ..model.modeling_tost import ToSTRotaryEmbedding, apply_rotary_pos_emb
+from ..model.modeling_tost import ToSTRotaryEmbedding
 from .causal_statistics import CausalStatistics, state_size
 
 
@@ -122,7 +123,7 @@ class ToSTModel(nn.Module):
         self.embed_positions = None
         if get_pp_group().is_first_rank or (get_pp_group().is_last_rank and config.tie_word_embeddings):
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens")
-        if not config.is_position_free:
+        if config.position_embedding_type == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.rotary_emb = ToSTRotaryEmbedding(config) if config.uses_rope else None
         self.start_layer, self.end_layer, self.layers = make_layers(

@@ -37,7 +37,7 @@ class ToSTVerification(VerifyAndUpdateConfig):
             )
         if model.runner_type == "pooling" and config.pooling != "last":
             raise ValueError(f"vLLM pools the last token, but this classifier was trained with pooling={config.pooling!r}.")
-        if (rope_type := getattr(config, "rope_parameters", {}).get("rope_type")) in BATCH_DEPENDENT_ROPE_TYPES:
+        if (rope_type := (getattr(config, "rope_parameters", None) or {}).get("rope_type")) in BATCH_DEPENDENT_ROPE_TYPES:
             raise ValueError(
                 f"vLLM cannot serve a ToST model with rope_type {rope_type!r}, which depends on the longest position of a "
                 "batch: use yarn, or generate with transformers."
