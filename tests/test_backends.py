@@ -15,14 +15,7 @@ from transformers.dynamic_module_utils import get_imports
 
 from tost_hf import TokenStatisticsSelfAttention, ToSTCache, ToSTConfig, TSSAState, tssa, tssa_step
 from tost_hf.model import tssa_cpu
-from tost_hf.model.tssa import _choose_backend, _find_backend, _warn_of_fallback
-
-
-@pytest.fixture(autouse=True)
-def clear_backend_choices():
-    _find_backend.cache_clear()
-    yield
-    _find_backend.cache_clear()
+from tost_hf.model.tssa import _find_kernels, _warn_of_fallback
 
 
 @pytest.fixture
@@ -44,13 +37,8 @@ def fake_kernels(monkeypatch):
             old.copy_(new)
         return out.output, out.membership
 
-    def check_supported(dtype, device):
-        if fake.problem is not None:
-            raise ValueError(fake.problem)
-
-    fake.check_supported, fake.KernelError = check_supported, RuntimeError
     fake.tssa_triton, fake.tssa_step_triton = run, run_step
-    fake.check_kernels = lambda *args, **kwargs: None  # tested in test_triton_check.py
+    fake.find_problem = lambda *args: fake.problem  # that of the kernels is tested in test_triton_check.py
     monkeypatch.setitem(sys.modules, "tost_hf.model.tssa_triton", fake)
     monkeypatch.delenv("TOST_HF_BACKEND", raising=False)
     return fake
@@ -96,19 +84,20 @@ def test_unavailable_backends(fake_kernels, monkeypatch):
     w, temp, bias = make(dtype=torch.float32)
     with pytest.raises(ValueError, match="cuda"):
         tssa(w, temp, bias, backend="cuda")
-    assert _choose_backend("auto", "cuda", torch.float64) == "torch"
+    cuda, shape = torch.device("cuda"), (3, 5, "causal", False, False)
+    assert _find_kernels("auto", cuda, torch.float64, *shape) is None
+    assert _find_kernels("auto", cuda, torch.float32, *shape) == "triton"
     fake_kernels.problem = "Triton is not installed"
-    _find_backend.cache_clear()
     with pytest.raises(ValueError, match="Triton"):
         tssa_step(w[:, 0], temp, backend="triton")
     _warn_of_fallback.cache_clear()
     with pytest.warns(UserWarning, match="Triton"):
-        assert _choose_backend("auto", "cuda", torch.float32) == "torch"
+        assert _find_kernels("auto", cuda, torch.float32, *shape) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once per process
-        assert _choose_backend("auto", "cuda", torch.float32) == "torch"
+        assert _find_kernels("auto", cuda, torch.float32, *shape) is None
         _warn_of_fallback.cache_clear()
-        assert _choose_backend("torch", "cuda", torch.float32) == "torch"
+        assert _find_kernels("torch", cuda, torch.float32, *shape) is None
     monkeypatch.setenv("TOST_HF_BACKEND", "fast")
     with pytest.raises(ValueError, match="fast"):
         tssa(w, temp, bias)
@@ -193,7 +182,6 @@ def test_cache_of_numba_on_a_full_disk(compile_squares):
 def test_loads_without_numba(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
     module = load_again("without_numba", "tssa_cpu")
-    with pytest.raises(ValueError, match="numba cannot be imported"):
-        module.check_supported(torch.float32, "cpu")
+    assert "numba cannot be imported" in module.find_problem(torch.device("cpu"), torch.float32)
     assert not {"numba", "llvmlite"} & set(get_imports(tssa_cpu.__file__))  # else transformers would require them
     assert "from .tssa import" not in Path(tssa_cpu.__file__).read_text()  # tssa.py imports this file

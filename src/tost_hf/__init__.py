@@ -6,7 +6,6 @@ Importing this package registers the models with transformers' Auto classes.
 import importlib
 from typing import TYPE_CHECKING
 
-import torch.distributed
 import transformers
 from transformers import AutoConfig
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
@@ -61,9 +60,6 @@ for config_class in (ToSTConfig, ToSTVisionConfig):
                 add_class(model_class)
 # by name, as transformers registers its own, although classes are declared: importing the class needs Pillow
 IMAGE_PROCESSOR_MAPPING.register(ToSTVisionConfig, {"pil": "ViTImageProcessorPil"}, exist_ok=True)  # type: ignore[arg-type]
-
-if torch.distributed.is_available():  # not in every build of PyTorch
-    from .parallel import tensor as _tensor_parallel  # noqa: F401  registers a style for transformers' tp_plan
 
 
 def __getattr__(name: str):

@@ -251,13 +251,17 @@ class ToSTBaseModel(PreTrainedModel):
         """As `PreTrainedModel.from_pretrained`, from safetensors files only: weights are never unpickled.
 
         Raises:
+            ImportError: a `distributed_config`, and tost_hf is not installed (remote code).
             ValueError: `use_safetensors=False`, an index that names other files, or a `distributed_config` with pipeline
                 parallelism.
             OSError: there are no safetensors weights.
         """
         if use_safetensors is False:
             raise ValueError("ToST models load safetensors weights only; convert pickled ones with `tost-hf convert`.")
-        _reject_pipeline_parallelism(kwargs.get("distributed_config"))
+        distributed_config = kwargs.get("distributed_config")
+        _reject_pipeline_parallelism(distributed_config)
+        if distributed_config is not None or kwargs.get("tp_plan") is not None:
+            _register_parallel_style()
         return super().from_pretrained(pretrained_model_name_or_path, *model_args, use_safetensors=True, **kwargs)
 
     @staticmethod
@@ -300,6 +304,14 @@ class ToSTBaseModel(PreTrainedModel):
             return super().push_to_hub(repo_id, **kwargs)  # type: ignore[arg-type]  # its decorator hides `self`
         finally:
             del self.save_pretrained
+
+
+def _register_parallel_style() -> None:
+    """Registers "tost_heads", a style of ToST's tensor-parallel plans, which only the package tost_hf has, not remote code."""
+    try:
+        importlib.import_module("tost_hf.parallel.tensor")
+    except ModuleNotFoundError as error:
+        raise ImportError("ToST models are distributed by the package tost_hf, which is not installed.") from error
 
 
 def _reject_pipeline_parallelism(distributed_config) -> None:

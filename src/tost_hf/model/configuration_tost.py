@@ -283,7 +283,7 @@ class ToSTConfig(ToSTBaseConfig):
         return fields
 
     def _make_tp_plan(self) -> dict[str, str]:
-        """How transformers' tensor parallelism shards the heads; "tost_heads" is a style of tost_hf.parallel."""
+        """How transformers' tensor parallelism shards the heads; "tost_heads" is a style of tost_hf.parallel.tensor."""
         colwise = ["self_attn.in_proj", "mlp.up_proj"]
         if self.forgetting == "token":
             colwise.append("self_attn.forget_proj")

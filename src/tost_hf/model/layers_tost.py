@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from .tssa import TSSAOutput, find_kernels, tssa, tssa_step
+from .tssa import TSSAOutput, choose_kernels, tssa, tssa_step
 from .tssa_reference import TSSAState, compute_dtype, has_tangent, sequence_starts
 from .tssa_reference import convolve as convolve_reference
 
@@ -62,7 +62,8 @@ class ShortConvolution(nn.Module):
             hidden_states.device.type == "cpu"
             and hidden_states.dtype == self.weight.dtype != torch.float16
             and not has_tangent(hidden_states, self.weight, conv_state)
-            and find_kernels(hidden_states, None, "step" if hidden_states.shape[1] == 1 else "causal") == "numba"
+            and choose_kernels(hidden_states.unsqueeze(-2), None, "step" if hidden_states.shape[1] == 1 else "causal")
+            == "numba"
         ):
             from .tssa_cpu import convolve
 

@@ -36,6 +36,7 @@ from .tssa_reference import (
 
 
 BACKENDS = ("auto", "torch", "numba", "triton")
+KERNELS = {"cpu": "numba", "cuda": "triton"}  # by device
 
 
 class TSSAOutput(NamedTuple):
@@ -102,9 +103,9 @@ def tssa(
 
     Raises:
         ValueError: shapes disagree, `initial_state` / `bias` / `log_decay` is passed to the bidirectional form, `log_decay` is
-            above 0, or the backend is unknown or does not support these tokens.
+            above 0, or the backend is unknown, does not support these tokens, or fails or is wrong on this device.
         IndexError: a position is not an index into `bias` (on a CPU).
-        RuntimeError: the requested backend is "triton", and its kernels fail or are wrong on this device.
+        RuntimeError: a Triton kernel failed, and the device cannot be used any more.
 
     Example:
 
@@ -130,7 +131,7 @@ def tssa(
     state = None if initial_state is None else as_state(initial_state, w)
     kernels = None
     if softmax is None and (causal or seq_idx is None) and not has_tangent(*tensors):
-        kernels = find_kernels(w, backend, form, decay=log_decay is not None, gradients=needs_grad)
+        kernels = choose_kernels(w, backend, form, decay=log_decay is not None, gradients=needs_grad)
     if kernels == "numba":
         from .tssa_cpu import tssa_cpu
 
@@ -210,7 +211,7 @@ def tssa_step(
     log_decay = _expand_log_decay(log_decay, mask, w.shape[:2], dtype)
     kernels = None
     if softmax is None and not has_tangent(*tensors):
-        kernels = find_kernels(w, backend, "step", decay=log_decay is not None)
+        kernels = choose_kernels(w, backend, "step", decay=log_decay is not None)
     if kernels == "numba" and needs_grad:
         from .tssa_cpu import tssa_cpu
 
@@ -244,71 +245,49 @@ def _needs_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors if x is not None)
 
 
-def find_kernels(w: torch.Tensor, backend: str | None, form: str, **options: bool) -> str | None:
-    """The kernels, "numba" or "triton", that are chosen for tokens w (..., H, p) and can run; None for the reference.
+def choose_kernels(
+    w: torch.Tensor, backend: str | None, form: str, decay: bool = False, gradients: bool = False
+) -> str | None:
+    """The kernels, "numba" or "triton", that compute tokens w (..., H, p); None for the reference implementation.
 
-    `form` is "causal", "bidirectional" or "step"; the other options are those of `tssa_triton.check_kernels`.
+    `form` is "causal", "bidirectional" or "step"; `decay` and `gradients` are those of `tssa_triton.find_problem`.
+
+    Raises:
+        ValueError: the requested backend is unknown, or cannot run.
     """
-    # programs contain the reference implementation, and exporters replace `max`, without which numba cannot be imported
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return None
-    chosen = _choose_backend(backend, w.device.type, w.dtype)
     is_compiling = torch.compiler.is_compiling()
-    if chosen == "torch" or (is_traced() and not is_compiling):
+    # programs contain the reference implementation, and exporters replace `max`, without which numba cannot be imported
+    if torch.compiler.is_exporting() or torch.jit.is_tracing() or (is_traced() and not is_compiling):
         return None
-    if chosen == "numba":
+    heads, channels = map(operator.index, w.shape[-2:])  # constants for compilers, as for the kernels
+    kernels = _find_kernels(backend, w.device, w.dtype, heads, channels, form, decay, gradients)
+    if kernels == "numba":
         # compilers fuse the reference step with what surrounds it; subclasses of tensors may have no array
         can_run = form != "step" if is_compiling else type(w) in (torch.Tensor, torch.nn.Parameter)
-        return chosen if can_run else None
-    if type(w) is torch.Tensor:  # subclasses, such as fake tensors, may have no data
-        H, p = map(operator.index, w.shape[-2:])  # constants for compilers, as for the kernels
-        if not _kernels_work(backend, w.device, w.dtype, H, p, form, **options):
-            return None
-    return chosen
+        return kernels if can_run else None
+    return kernels
 
 
 @torch.compiler.assume_constant_result
-def _choose_backend(backend: str | None, device: str, dtype: torch.dtype) -> str:
-    """The backend, "torch", "numba" or "triton", for a dtype and a device type; see `tssa`."""
-    return _find_backend(_request_backend(backend), device, dtype)
-
-
-@torch.compiler.assume_constant_result
-def _kernels_work(backend: str | None, *args, **options: bool) -> bool:
-    """Whether the Triton kernels pass their self-check, whose arguments these are; compilers call it while they trace."""
-    from .tssa_triton import KernelError, check_kernels
-
-    return _is_supported(_request_backend(backend), KernelError, check_kernels, *args, **options)
-
-
-def _request_backend(backend: str | None) -> str:
-    return backend or os.environ.get("TOST_HF_BACKEND") or "auto"
-
-
-@functools.cache
-def _find_backend(requested: str, device: str, dtype: torch.dtype) -> str:
+def _find_kernels(backend: str | None, device: torch.device, dtype: torch.dtype, *args) -> str | None:
+    """`choose_kernels`, apart from what differs between tensors; compilers call it while they trace."""
+    requested = backend or os.environ.get("TOST_HF_BACKEND") or "auto"
     if requested not in BACKENDS:
         raise ValueError(f"There is no TSSA backend {requested!r}; choose one of {', '.join(BACKENDS)}.")
-    chosen = {"cpu": "numba", "cuda": "triton"}.get(device, "torch") if requested == "auto" else requested
-    if chosen == "torch" or (requested == "auto" and dtype == torch.float64):
-        return "torch"
-    if chosen == "numba":
-        from .tssa_cpu import check_supported
+    kernels = KERNELS.get(device.type, "torch") if requested == "auto" else requested
+    if kernels == "torch" or (requested == "auto" and dtype == torch.float64):
+        return None
+    if kernels == "numba":
+        from .tssa_cpu import find_problem
     else:
-        from .tssa_triton import check_supported
-    return chosen if _is_supported(requested, ValueError, check_supported, dtype, device) else "torch"
-
-
-def _is_supported(requested: str, error_type: type[Exception], check: Callable[..., None], *args, **options) -> bool:
-    """Whether a kernel module's `check` passes; otherwise raises its error if the backend was requested, else warns once."""
-    try:
-        check(*args, **options)
-    except error_type as error:
-        if requested != "auto":
-            raise error_type(f"The TSSA backend {requested!r} cannot run: {error}; choose 'auto' or 'torch'.") from error
-        _warn_of_fallback(str(error))
-        return False
-    return True
+        from .tssa_triton import find_problem
+    problem = find_problem(device, dtype, *args)
+    if problem is None:
+        return kernels
+    if requested != "auto":
+        raise ValueError(f"The TSSA backend {requested!r} cannot run: {problem}; choose 'auto' or 'torch'.")
+    _warn_of_fallback(problem)
+    return None
 
 
 @functools.cache

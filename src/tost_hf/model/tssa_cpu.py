@@ -1067,14 +1067,15 @@ convolve = _make_operator(
 # Functions that tssa.py calls -----------------------------------------------------------------------------------------
 
 
-def check_supported(dtype: torch.dtype, device: str) -> None:
-    """Raises a ValueError if the kernels do not support a dtype on a device type."""
+def find_problem(device: torch.device, dtype: torch.dtype, *args) -> str | None:
+    """Why the kernels cannot run for a dtype on a device; None if they can. `args` are those of the Triton kernels."""
     if numba is None:
-        raise ValueError(f'numba cannot be imported ({_import_error}): pip install "tost-hf[cpu]"')
+        return f'numba cannot be imported ({_import_error}): pip install "tost-hf[cpu]"'
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
-        raise ValueError("NUMBA_DISABLE_JIT is set, so that numba compiles no kernels")
-    if device != "cpu" or dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"the numba kernels do not support {dtype} tokens on {device}")
+        return "NUMBA_DISABLE_JIT is set, so that numba compiles no kernels"
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the numba kernels do not support {dtype} tokens on {device}"
+    return None
 
 
 def tssa_cpu(
@@ -1091,7 +1092,7 @@ def tssa_cpu(
     """TSSA, as `tssa.tssa` without its checks.
 
     Args:
-        w: (B, T, H, p), of a dtype that `check_supported` accepts; float16 is cast.
+        w: (B, T, H, p), of a dtype that `find_problem` accepts; float16 is cast.
         temp: (H,), float32.
         bias: (T, H), (1, T, H) or (B, T, H), float32, or with `positions` (B, T) of each position, (n, H).
         mask: (B, T), bool, true at real tokens, or None.

@@ -871,7 +871,7 @@ def tssa_step_triton(
     """Causal TSSA of one token per sequence: output (B, H, p) in `w`'s dtype and membership (B, H), without a gradient.
 
     Args:
-        w: (B, H, p), of a dtype and device that `check_supported` accepts.
+        w: (B, H, p), of a dtype and device that `find_problem` accepts.
         temp: (H,), float32.
         bias: (B, H), float32, or None.
         mask: (B,), bool, or None; padding leaves the state unchanged.
@@ -905,19 +905,6 @@ def _(w, *other_args):
 # Functions that tssa.py calls ------------------------------------------------------------------------------------------
 
 
-class KernelError(RuntimeError):
-    """The kernels fail or are wrong on this device."""
-
-
-def check_supported(dtype: torch.dtype, device: str) -> None:
-    """Raises a ValueError if the kernels do not support a dtype on a device type; a CPU needs TRITON_INTERPRET=1."""
-    if triton is None:
-        raise ValueError("Triton is not installed (pip install triton)")
-    on_device = device == "cuda" or not isinstance(chunk_fwd_output_kernel, triton.JITFunction)
-    if not on_device or dtype not in CHECK_TOLERANCES:
-        raise ValueError(f"the Triton kernels do not support {dtype} tokens on {device}")
-
-
 def tssa_triton(
     w: torch.Tensor,
     temp: torch.Tensor,
@@ -930,7 +917,7 @@ def tssa_triton(
     """TSSA, as `tssa.tssa` without its checks.
 
     Args:
-        w: (B, T, H, p), of a dtype and device that `check_supported` accepts.
+        w: (B, T, H, p), of a dtype and device that `find_problem` accepts.
         temp: (H,), float32.
         bias: (T, H) or (B or 1, T, H), float32, or None; causal form only.
         mask: (B, T), bool, true at real tokens, or None.
@@ -961,12 +948,12 @@ CHECK_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e
 _check_results: dict[tuple, str | None] = {}
 
 
-def check_kernels(
-    device: torch.device, dtype: torch.dtype, H: int, p: int, form: str, *, decay: bool = False, gradients: bool = False
-) -> None:
-    """Compares the kernels with the reference for tokens (..., H, p), once per process.
+def find_problem(
+    device: torch.device, dtype: torch.dtype, H: int, p: int, form: str, decay: bool = False, gradients: bool = False
+) -> str | None:
+    """Why the kernels cannot run for tokens (..., H, p); None if they can. A CPU needs TRITON_INTERPRET=1.
 
-    Does nothing while a CUDA graph is captured, as they cannot run then.
+    Once per process they are compared with the reference, but not while a CUDA graph is captured, as they cannot run then.
 
     Args:
         form: "bidirectional", "causal", or "step" for one-token steps.
@@ -974,19 +961,22 @@ def check_kernels(
         gradients: whether to check the backward kernels as well.
 
     Raises:
-        KernelError: the kernels fail or differ from the reference.
-        RuntimeError: they fail, and the device cannot be used any more.
+        RuntimeError: a kernel failed, and the device cannot be used any more.
     """
+    if triton is None:
+        return "Triton is not installed (pip install triton)"
+    on_device = device.type == "cuda" or not isinstance(chunk_fwd_output_kernel, triton.JITFunction)
+    if not on_device or dtype not in CHECK_TOLERANCES:
+        return f"the Triton kernels do not support {dtype} tokens on {device}"
     key = (device, dtype, H, p, form, decay, gradients)
     if key not in _check_results:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return
+            return None
         # in a thread of its own, as modes and hooks are per thread: autograd, inference, autocast, a compiler's tracing, and
         # the hooks of activation checkpointing, which would save the check's tensors, too
         with ThreadPoolExecutor(1) as executor:
             _check_results[key] = executor.submit(_run_check, *key).result()
-    if (message := _check_results[key]) is not None:
-        raise KernelError(message)
+    return _check_results[key]
 
 
 def _run_check(device, dtype, H, p, form, decay, gradients) -> str | None:

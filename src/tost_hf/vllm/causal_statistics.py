@@ -34,7 +34,7 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from ..model.configuration_tost import ToSTConfig
 from ..model.layers_tost import ShortConvolution
-from ..model.tssa import find_kernels, tssa, tssa_step
+from ..model.tssa import choose_kernels, tssa, tssa_step
 from ..model.tssa_cpu import as_array, compute_causal, convolve_sequences, parameter_array
 from ..model.tssa_reference import TSSAState
 
@@ -200,7 +200,7 @@ class CausalStatistics(MambaBase, nn.Module):
             )
         self.softmax = sharded_membership if self.tp_size > 1 else None
         tokens = torch.empty(0, dtype=self.dtype)
-        kernels = None if self.dtype == torch.float16 else find_kernels(tokens, None, "causal")
+        kernels = None if self.dtype == torch.float16 else choose_kernels(tokens, None, "causal")
         self.runs_on_cpu_kernels = kernels == "numba"
         self.kv_cache = (torch.tensor([]),)
         self.no_bias = np.zeros((self.num_heads, 1), np.float32)
