@@ -122,7 +122,8 @@ def test_image_classifiers_save_load_and_learn(mlp_type, normalize_scores, image
     """Only the published variant equals the published model; all load again, and every weight has a gradient."""
     published_model = randomize(ToSTForImageClassification(small_vision_config()))
     fields = {"mlp_type": mlp_type, "normalize_scores": normalize_scores}
-    config = ToSTVisionAblationConfig(**small_vision_config().to_dict() | fields)
+    sizes = {name: x for name, x in small_vision_config().to_dict().items() if name != "model_type"}
+    config = ToSTVisionAblationConfig(**sizes | fields)
     model = randomize(ToSTAblationForImageClassification(config))
     is_published = mlp_type == "mlp" and normalize_scores
     assert torch.equal(model.eval()(images).logits, published_model.eval()(images).logits) == is_published

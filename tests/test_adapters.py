@@ -1,4 +1,4 @@
-"""PEFT adapters on ToST: default target modules, embeddings, single tokens; training, saving, loading, merging; new heads."""
+"""PEFT adapters on ToST: linear layers, embeddings, single tokens; training, saving, loading, merging; new heads."""
 
 import copy
 
@@ -13,6 +13,7 @@ from tost_hf import ToSTForCausalLM, ToSTForSequenceClassification
 peft = pytest.importorskip("peft", reason="PEFT is not installed (pip install peft)")
 
 TOKENS = torch.arange(1, 25).reshape(2, 12)
+PROJECTIONS = ["in_proj", "out_proj"]
 
 
 def language_model(**fields) -> torch.nn.Module:
@@ -28,7 +29,7 @@ def train(model: torch.nn.Module, steps: int = 5) -> None:
 
 
 CASES = {
-    "defaults": ({}, {}),
+    "projections": ({}, {"target_modules": PROJECTIONS}),
     "all linear layers": ({}, {"target_modules": "all-linear"}),
     "tokens of the vocabulary": ({}, {"target_modules": ["in_proj"], "trainable_token_indices": [1, 2, 3]}),
     "embeddings": ({"tie_word_embeddings": False}, {"target_modules": ["embed_tokens", "embed_positions", "in_proj"]}),
@@ -80,7 +81,7 @@ def test_reloaded_classifiers_predict_the_same(tmp_path, make_model, inputs, opt
     if options is None:
         model.base_model.requires_grad_(False)
     else:
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=PROJECTIONS, **options))
     optimizer = torch.optim.AdamW([p for p in model.train().parameters() if p.requires_grad], lr=0.02)
     for _ in range(5):
         model(inputs, labels=labels).loss.backward()
@@ -97,12 +98,14 @@ def test_reloaded_classifiers_predict_the_same(tmp_path, make_model, inputs, opt
         torch.testing.assert_close(loaded.eval()(inputs).logits, model.eval()(inputs).logits)
 
 
-def test_default_target_modules():
-    language = peft.get_peft_model(language_model(), peft.LoraConfig())
-    vision = peft.get_peft_model(tiny_vision_model(), peft.LoraConfig())
-    hybrid = peft.get_peft_model(language_model(layer_types=["linear_attention", "full_attention"]), peft.LoraConfig())
-    assert set(vision.peft_config["default"].target_modules) == {"in_proj", "out_proj"}
-    for model, names in ((language, ["in_proj", "out_proj"]), (hybrid, ["in_proj", "out_proj", "q_proj", "k_proj", "v_proj"])):
-        adapted = {name.split(".")[-4] for name, _ in model.named_parameters() if "lora_A" in name}
-        assert adapted == set(names)
-    assert vision(torch.rand(1, 3, 16, 16)).logits.shape == (1, 2)
+@pytest.mark.parametrize("options", [{}, {"use_dora": True, "exclude_modules": ["forget_proj"]}], ids=["LoRA", "DoRA"])
+def test_all_linear_layers_of_a_new_model(options):
+    """DoRA divides by the norm of a weight, which is 0 in a new forget_proj."""
+    fields = {"forgetting": "token", "layer_types": ["linear_attention", "full_attention"]}
+    model = ToSTForCausalLM(small_config(**fields))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", **options))
+    train(adapted)
+    assert adapted(TOKENS).logits.isfinite().all()
+    names = {name.split(".")[-4] for name, _ in adapted.named_parameters() if "lora_A" in name}
+    excluded = {"forget_proj"} if options else set()
+    assert names == {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "up_proj", "down_proj", "forget_proj"} - excluded

@@ -88,39 +88,28 @@ def test_no_synchronization(options, inputs):
             )
 
 
-@pytest.mark.parametrize("inputs", [{}, {"attention_mask": torch.ones(2, 9)}], ids=["unpadded", "mask"])
 @pytest.mark.parametrize("options", [{}, TOST_PLUS, HYBRID, {"is_causal": False}], ids=["text", "plus", "hybrid", "encoder"])
-def test_positions_on_other_devices_mean_what_they_mean_on_the_cpu(options, inputs, monkeypatch):
-    """Packed sequences where they restart, and nothing else: found by reading one flag, and none in a decoding step."""
-    config, embeds = small_config(**options), torch.zeros(2, 9, 32)
-    arguments = {"past_key_values": None, "seq_idx": None, "cu_seq_lens_q": None, "use_cache": config.is_causal}
-    arguments |= {"attention_mask": None} | inputs
-    monkeypatch.setattr(config, "_attn_implementation", "sdpa")
-    reads = []
-
-    def read(x):
-        reads.append(x)
-        return bool(x.item())
-
-    for positions in (torch.arange(9), torch.tensor([0, 1, 2, 3, 0, 1, 0, 1, 2])):
-        arguments["position_ids"] = positions.expand(2, 9)
-        expected = inputs_tost.resolve_inputs(config, embeds, **arguments)
+def test_packed_sequences_are_found_by_reading_one_flag(options, monkeypatch):
+    """And none in a decoding step, where reading it would synchronize a device."""
+    config, embeds, reads = small_config(**options), torch.zeros(2, 9, 32), []
+    names = ("attention_mask", "past_key_values", "seq_idx", "cu_seq_lens_q")
+    arguments = dict.fromkeys(names) | {"use_cache": config.is_causal}
+    monkeypatch.setattr(inputs_tost, "create_causal_mask_mapping", lambda *args: {})
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda x: reads.append(x) or bool(x.item()))
+    for positions, seq_idx in (
+        (torch.arange(9), None),
+        (torch.tensor([0, 1, 2, 3, 0, 1, 0, 1, 2]), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2, 2])),
+    ):
         reads.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(inputs_tost, "_is_readable", lambda x: False)
-            patch.setattr(inputs_tost, "_is_on_device", lambda x: not inputs_tost.is_traced())
-            patch.setattr(inputs_tost, "create_causal_mask_mapping", lambda *args: {})
-            patch.setattr(torch.Tensor, "__bool__", read)
-            actual = inputs_tost.resolve_inputs(config, embeds, **arguments)
+        inputs = inputs_tost.resolve_inputs(config, embeds, position_ids=positions.expand(2, 9), **arguments)
+        assert len(reads) == 1
+        assert inputs.seq_idx is seq_idx is None or torch.equal(inputs.seq_idx, seq_idx.expand(2, 9))
+        cache = inputs.past_key_values
+        assert (cache is not None) == (config.is_causal and seq_idx is None)
+        if cache is not None:
+            step = arguments | {"position_ids": torch.tensor([[9]]), "past_key_values": cache}
+            inputs_tost.resolve_inputs(config, embeds[:, :1], **step)
             assert len(reads) == 1
-            cache = actual.past_key_values
-            if cache is not None:
-                step = arguments | {"position_ids": torch.tensor([[9]]), "past_key_values": cache, "attention_mask": None}
-                inputs_tost.resolve_inputs(config, embeds[:, :1], **step)
-                assert len(reads) == 1
-        assert (actual.seq_idx is None) == (expected.seq_idx is None) == (positions[4] == 4)
-        assert actual.seq_idx is None or torch.equal(actual.seq_idx, expected.seq_idx)
-        assert (actual.past_key_values is None) == (expected.past_key_values is None)
 
 
 def per_sample_gradients(model, tokens):
@@ -151,7 +140,7 @@ def test_packing_without_reads(monkeypatch):
     for positions in (torch.arange(9), torch.tensor([0, 1, 2, 3, 0, 1, 0, 1, 2])):
         expected = model(tokens, position_ids=positions.expand(2, 9))
         with monkeypatch.context() as patch:
-            patch.setattr(inputs_tost, "_is_readable", lambda x: False)
+            patch.setattr(inputs_tost, "_has_values", lambda x: False)
             outputs = model(tokens, position_ids=positions.expand(2, 9))
         torch.testing.assert_close(outputs.logits, expected.logits)
         assert outputs.past_key_values.get_seq_length() == 9
@@ -160,7 +149,7 @@ def test_packing_without_reads(monkeypatch):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("options", [{}, HYBRID], ids=["published", "hybrid"])
 def test_static_decoding_without_reads(options, padded, monkeypatch):
-    """Logits are the same without the checks that run on the CPU only."""
+    """Logits are the same without reading masks and lengths, as in compiled programs."""
     model = randomize(ToSTForCausalLM(small_config(**options))).eval()
     tokens = random_ids(2, 9)
     mask = (torch.arange(9) >= torch.tensor([[0], [4 if padded else 0]])).long()
@@ -169,7 +158,7 @@ def test_static_decoding_without_reads(options, padded, monkeypatch):
         for cache in caches:
             model(tokens[:, :8], attention_mask=mask[:, :8], past_key_values=cache)
         expected = model(tokens[:, 8:], attention_mask=mask, past_key_values=caches[0]).logits
-        monkeypatch.setattr(inputs_tost, "_is_readable", lambda x: False)
+        monkeypatch.setattr(inputs_tost, "_has_values", lambda x: False)
         logits = model(tokens[:, 8:], attention_mask=mask, past_key_values=caches[1]).logits
     torch.testing.assert_close(logits, expected)
 
@@ -258,8 +247,9 @@ def test_positions_beyond_the_tables_are_rejected(tiny_model):
         tiny_model(random_ids(1, 1), past_key_values=out.past_key_values)
     with pytest.raises(IndexError, match=message):
         tiny_model.generate(random_ids(1, 125), max_new_tokens=10)
-    with pytest.raises(IndexError, match="must not be negative"):
-        tiny_model(random_ids(1, 2), position_ids=torch.tensor([[-1, 0]]))
+    for positions in ([[-1, 0]], [[127, 128]]):
+        with pytest.raises(IndexError, match="out of range"):  # torch's own error
+            tiny_model(random_ids(1, 2), position_ids=torch.tensor(positions))
     mask = (torch.arange(140) >= 12).long()[None]
     assert tiny_model(random_ids(1, 140), attention_mask=mask).logits.isfinite().all()  # 128 real tokens
 
@@ -313,10 +303,8 @@ SEQ_IDX = torch.tensor([[0, 0, 1, 1]])
         (lambda: {"inputs_embeds": torch.zeros(1, 3, 31)}, ValueError, "inputs_embeds must have shape"),
         (lambda: make_inputs(2, 3, attention_mask=torch.ones(2, 4)), ValueError, r"must have shape \(2, 3\)"),
         (lambda: make_inputs(1, 3, attention_mask=torch.ones(1, 1, 3, 3)), ValueError, "no token-by-token"),
-        (lambda: make_inputs(1, 3, attention_mask=[[0.0, 0.0, float("-inf")]]), ValueError, "must hold 1"),
-        (lambda: make_inputs(1, 3, position_ids=torch.arange(4)[None]), ValueError, "position_ids must have"),
-        (lambda: make_inputs(1, 3, position_ids=torch.rand(1, 3)), ValueError, "must hold integers"),
-        (lambda: make_inputs(1, 4, position_ids=[[0, 1, 1, 2]]), ValueError, "fall or repeat"),
+        (lambda: make_inputs(1, 3, position_ids=torch.arange(4)[None]), ValueError, "position_ids must be"),
+        (lambda: make_inputs(1, 3, position_ids=torch.rand(1, 3)), ValueError, "must be integers"),
         (lambda: make_inputs(1, 3, past_key_values=((1, 2),)), TypeError, "must be a transformers Cache"),
         (lambda: make_inputs(1, 3, past_key_values=make_key_value_cache()), ValueError, "another kind of model"),
         (lambda: make_inputs(1, 3, past_key_values=make_cache(num_hidden_layers=2)), ValueError, "2 layers"),
@@ -326,17 +314,25 @@ SEQ_IDX = torch.tensor([[0, 0, 1, 1]])
         (lambda: make_inputs(2, 3, past_key_values=make_cache()), ValueError, "holds 1 sequences"),
         (lambda: make_next_inputs(3, attention_mask=torch.ones(1, 3)), ValueError, "covers the cached tokens"),
         (lambda: make_next_inputs(4, position_ids=[[0, 1, 0, 1]]), ValueError, "cannot be combined with a cache"),
-        (lambda: make_next_inputs(2, position_ids=[[0, 1]]), ValueError, "start at 0, but the cache holds 3 tokens"),
-        (lambda: make_inputs(1, 4, seq_idx=SEQ_IDX, position_ids=torch.arange(4)[None]), ValueError, "do not restart at 0"),
-        (lambda: make_inputs(1, 4, seq_idx=SEQ_IDX, cu_seq_lens_q=[0, 3, 4]), ValueError, "sequences at different tokens"),
+        (lambda: make_next_inputs(4, seq_idx=SEQ_IDX), ValueError, "cannot be combined with a cache"),
         (lambda: make_inputs(2, 4, cu_seq_lens_q=[0, 2, 4]), ValueError, "batch of size 1"),
-        (lambda: make_inputs(1, 4, cu_seq_lens_q=[0, 2, 5]), ValueError, "must rise from 0"),
-        (lambda: make_inputs(1, 4) | {"cu_seq_lens_q": [0, 2, 4]}, TypeError, "cu_seq_lens_q must be a tensor, got list"),
-        (lambda: make_inputs(1, 4, cu_seq_lens_q=[[0, 2, 4]]), ValueError, "must have shape"),
-        (lambda: make_inputs(1, 4, seq_idx=[[0, 0, 1]]), ValueError, "seq_idx must have shape"),
-        (lambda: make_inputs(1, 4, seq_idx=torch.full((1, 4), float("nan"))), ValueError, "must hold integers"),
+        (lambda: make_inputs(1, 4, cu_seq_lens_q=[[0, 2, 4]]), ValueError, "cu_seq_lens_q must be"),
+        (lambda: make_inputs(1, 4, seq_idx=[[0, 0, 1]]), ValueError, "seq_idx must be"),
+        (lambda: make_inputs(1, 4, seq_idx=torch.full((1, 4), float("nan"))), ValueError, "must be integers"),
     ],
 )
 def test_bad_model_input(tiny_model, inputs, error, message):
     with pytest.raises(error, match=message):
         tiny_model(**inputs())
+
+
+@torch.no_grad()
+def test_sequence_numbers_take_precedence_over_positions(tiny_model):
+    """Positions then only select rows of the tables, as for sequences that begin later than at 0."""
+    tokens, positions = random_ids(1, 6), torch.tensor([[4, 5, 6, 0, 1, 2]])
+    parts = [tiny_model(tokens[:, x], position_ids=positions[:, x]).logits for x in (slice(3), slice(3, 6))]
+    for packing in {"seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1]])}, {"cu_seq_lens_q": torch.tensor([0, 3, 6])}:
+        out = tiny_model(tokens, position_ids=positions, **packing)
+        torch.testing.assert_close(out.logits, torch.cat(parts, 1))
+    whole = tiny_model(tokens, position_ids=positions, seq_idx=torch.zeros_like(tokens)).logits
+    assert not torch.allclose(whole[:, 3:], parts[1], rtol=1e-3)

@@ -335,7 +335,7 @@ def test_packed_training_equals_padded_training(tmp_path, tiny_config):
 
 
 def test_trainer_keeps_the_sequence_numbers_of_packed_documents(tmp_path, tiny_config):
-    """Trainer removes the columns that are not in the signature of `forward`."""
+    """Trainer would remove the column, which is not in the signature of `forward`."""
     ids = torch.randint(97, (4, 24), generator=torch.Generator().manual_seed(4)).tolist()
     packed = Dataset.from_dict({"input_ids": ids, "labels": [[-100, *row[1:12], -100, *row[13:]] for row in ids]})
     packed = packed.add_column("seq_idx", [[0] * 12 + [1] * 12] * 4)
@@ -344,6 +344,10 @@ def test_trainer_keeps_the_sequence_numbers_of_packed_documents(tmp_path, tiny_c
     for dataset, size in ((packed, 4), (Dataset.from_dict({"input_ids": halves, "labels": halves}), 8)):
         model = randomize(ToSTForCausalLM(tiny_config))
         args = training_args(tmp_path, max_steps=1, per_device_train_batch_size=size)
+        if "seq_idx" in dataset.column_names:
+            with pytest.raises(ValueError, match=r"column seq_idx.*remove_unused_columns=False"):
+                ToSTTrainer(model, args, train_dataset=dataset)
+            args.remove_unused_columns = False
         losses += train(ToSTTrainer(model, args, train_dataset=dataset))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -352,18 +356,19 @@ HEADS = [reference.partition(".")[2] for name, reference in AUTO_MAPS["tost"].it
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_accept_the_inputs_of_the_trunk(name):
-    """By name, except those of the cache in heads without one."""
-    model_class = getattr(tost_hf, name)
-    inputs = set(inspect.signature(tost_hf.ToSTModel.forward).parameters)
-    assert inputs - {"past_key_values", "use_cache"} <= set(inspect.signature(model_class.forward).parameters)
+def test_heads_name_the_inputs_that_data_sets_have(name):
+    """Trainer removes other columns."""
+    parameters = inspect.signature(getattr(tost_hf, name).forward).parameters
+    assert {"input_ids", "attention_mask", "position_ids", "inputs_embeds", "kwargs"} <= set(parameters)
 
 
 def test_lora(tmp_path, tiny_model):
     """Only the adapters are trained; test_adapters.py tests PEFT itself."""
     peft = pytest.importorskip("peft")
     base = {name: parameter.clone() for name, parameter in tiny_model.named_parameters()}
-    adapted = peft.get_peft_model(tiny_model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.0))
+    adapted = peft.get_peft_model(
+        tiny_model, peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["in_proj", "out_proj"])
+    )
     results = train(ToSTTrainer(adapted, training_args(tmp_path, max_steps=20), train_dataset=token_ids(8)))
     assert results[-1] < results[0] - 0.1
     for name, parameter in adapted.named_parameters():

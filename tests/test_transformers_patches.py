@@ -71,7 +71,6 @@ json.dump({
 """
 REGISTRATIONS = {
     r"\._extra_content\[": "register of the Auto classes",
-    r"ParallelInterface\._global_mapping\['tost_heads'\]": "ALL_PARALLEL_STYLES.register",
     r"generic\._registered_model_output_types\[": "ModelOutput, which registers its subclasses",
     r"_checkpoint_conversion_mapping_cache\[|USER_REGISTERED_MAPPINGS\[": "register_checkpoint_conversion_mapping",
     r"_LAYER_TYPE_MAPPING\['tost_causal_statistics'\]": "CacheLayerMixin, which registers its subclasses",

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import importlib
 import os
-import sys
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -189,18 +188,10 @@ def check_fields(config: PreTrainedConfig) -> None:
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
-def _register_adapter_targets(model_type: str, module_names: list[str]) -> None:
-    """Registers LoRA's default target modules with PEFT, if it is imported and has none for this model type."""
-    constants = sys.modules.get("peft.utils.constants")  # PEFT has no function to register them
-    if constants is not None:
-        constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.setdefault(model_type, module_names)
-
-
 class ToSTBaseModel(PreTrainedModel):
     """Base class of ToST models: loads weights from safetensors files only, and saves source files with them on request."""
 
     _save_code = False  # default of `with_code`
-    _adapter_targets = ["in_proj", "out_proj"]  # of LoRA by default: the projections of TSSA
 
     def __init__(self, config, *inputs, **kwargs):
         config_class = type(self).config_class
@@ -214,7 +205,6 @@ class ToSTBaseModel(PreTrainedModel):
             )
         config.validate_architecture()  # fields may have been assigned since it was built
         super().__init__(config, *inputs, **kwargs)
-        _register_adapter_targets(config_class.model_type, self._adapter_targets)
 
     def _check_output_attentions(self, output_attentions: bool | None, has_attention: bool) -> None:
         """Warns once that no attention weights are returned, without softmax attention or by most of its implementations."""

@@ -1,9 +1,9 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Inputs of ToST text models: checks, the padding mask, positions, packed sequences, the cache.
+"""Inputs of ToST text models: the padding mask, positions, packed sequences, the cache.
 
-Values are read on the CPU only: on other devices this would synchronize, and fail during the capture of a CUDA graph, and
-compilers cannot read them. The one exception is a sequence longer than the position tables, since the device's own error would
-not name the cause.
+Shapes are checked, and values where something would be silently wrong, on every device alike: whether positions restart, a
+sequence longer than the position tables, and gaps in the padding of a cached sliding window. Decoding steps without a sliding
+window read no values, as this would synchronize a device.
 """
 
 import functools
@@ -84,7 +84,7 @@ def resolve_inputs(
     cu_seq_lens_q: torch.Tensor | None,
     use_cache: bool,
 ) -> ToSTInputs:
-    """Checks the arguments of `ToSTModel.forward` against each other, and fills in the missing ones.
+    """Checks the arguments of `ToSTModel.forward`, and fills in the missing ones.
 
     Args:
         inputs_embeds: the new tokens, (B, T, D).
@@ -93,41 +93,51 @@ def resolve_inputs(
     The others are as in `ToSTModel.forward`.
 
     Raises:
-        TypeError: an argument is not a tensor.
         ValueError: arguments contradict each other in shape or meaning.
-        IndexError: a position is beyond the learned tables.
+        IndexError: a sequence is longer than the learned tables.
     """
     _reject_ring_attention()
     B, T, _ = inputs_embeds.shape
     device = inputs_embeds.device
-    prepared_masks: dict | None = None
     if B == 0 or T == 0:
         raise ValueError(f"The batch is empty: its shape is ({B}, {T}); a forward pass needs at least one token.")
     if past_key_values is not None:
         check_cache(past_key_values, config, B)
     past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
-    if isinstance(past_length, torch.Tensor) and _is_readable(past_length):  # of a static cache
-        past_length = int(past_length)
-    if isinstance(attention_mask, dict):
-        prepared_masks = attention_mask
+    if isinstance(past_length, torch.Tensor) and past_length.device.type == "cpu" and _has_values(past_length):
+        past_length = int(past_length)  # of a static cache
+    prepared_masks = attention_mask if isinstance(attention_mask, dict) else None
+    if prepared_masks is not None:
         attention_mask = prepared_masks[CAUSAL_STATISTICS]
     full_mask = _check_mask(cast(torch.Tensor | None, attention_mask), B, T, past_length)
     mask = None if full_mask is None else full_mask[:, -T:]
-    explicit_idx = _check_seq_idx(seq_idx, cu_seq_lens_q, B, T, device)
-    seq_idx = _resolve_seq_idx(explicit_idx, position_ids, mask, B, T, has_cache=past_key_values is not None)
+    if position_ids is not None:
+        if position_ids.shape not in ((B, T), (1, T)) or position_ids.is_floating_point():
+            raise ValueError(
+                f"position_ids must be integers of shape ({B}, {T}), got {position_ids.dtype} {tuple(position_ids.shape)}."
+            )
+        position_ids = position_ids.expand(B, T)
+    is_explicit = seq_idx is not None or cu_seq_lens_q is not None
+    if is_explicit:
+        seq_idx = _get_seq_idx(seq_idx, cu_seq_lens_q, B, T, device)
+    elif position_ids is not None and T > 1:
+        seq_idx = _infer_seq_idx(position_ids, mask)
+    may_be_packed = seq_idx is not None and (is_explicit or _has_values(seq_idx))
+    if may_be_packed and past_key_values is not None:
+        raise ValueError(
+            "Packed sequences (position_ids that restart, seq_idx or cu_seq_lens_q) cannot be combined with a cache: a batch "
+            "element would have several states; run them without past_key_values, or unpacked."
+        )
+    if past_key_values is not None:
+        seq_idx = None
+    if use_cache and past_key_values is None and not may_be_packed:
+        past_key_values = ToSTCache(config)
     if position_ids is None:
-        position_ids = _count_positions(full_mask, explicit_idx, past_length, T, device)
-    else:
-        _check_continuation(position_ids, full_mask, past_length)
-    position_ids = position_ids.expand(B, T)
+        position_ids = _count_positions(full_mask, seq_idx, past_length, T, device).expand(B, T)
     if config.position_embedding_type == "learned":
         if mask is not None:  # positions of padding are not used, and may be -1 where real tokens are counted
             position_ids = position_ids.masked_fill(~mask, 0)
         _check_positions(position_ids, past_length, cast(int, config.max_position_embeddings))
-    # packed sequences have no single state; while a compiler traces, it is unknown whether position_ids restart
-    may_be_unpacked = seq_idx is None or (explicit_idx is None and not _is_readable(seq_idx) and not _is_on_device(seq_idx))
-    if use_cache and past_key_values is None and may_be_unpacked:
-        past_key_values = ToSTCache(config)
     causal_mask_mapping = prepared_masks or create_causal_mask_mapping(
         config, inputs_embeds, full_mask, seq_idx, past_key_values, past_length
     )
@@ -159,14 +169,9 @@ def check_prompt(inputs: torch.Tensor | None, options: dict) -> None:
         )
 
 
-def _is_on_device(x: torch.Tensor) -> bool:
-    """Whether reading a tensor's values synchronizes a device; false if they cannot be read at all."""
-    return x.device.type not in ("cpu", "meta") and not is_traced()
-
-
-def _is_readable(x: torch.Tensor) -> bool:
-    """Whether a tensor's values can be read without synchronizing a device."""
-    return x.device.type == "cpu" and not is_traced()
+def _has_values(x: torch.Tensor) -> bool:
+    """Whether a tensor has values that can be read: not if a compiler traces it, or on the meta device."""
+    return not x.is_meta and not is_traced()
 
 
 # Padding ---------------------------------------------------------------------------------------------------------------
@@ -184,106 +189,40 @@ def _check_mask(mask: torch.Tensor | None, B: int, T: int, past_length) -> torch
     if mask.shape[0] != B or mask.shape[1] < T or (length_is_known and mask.shape[1] not in (T, past_length + T)):
         expected = f"({B}, {T})" if length_is_known and not past_length else f"({B}, cached tokens + {T})"
         raise ValueError(f"attention_mask must have shape {expected}, got {tuple(mask.shape)}.")
-    if _is_readable(mask):
-        if not ((mask == 0) | (mask == 1)).all():
-            raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding, and nothing else.")
-        if mask.shape[1] == past_length + T and mask.all():
-            return None
+    if mask.device.type == "cpu" and _has_values(mask) and mask.shape[1] == past_length + T and mask.all():
+        return None  # as computing without a mask is faster
     return mask.bool()
-
-
-def _previous_real_index(mask: torch.Tensor) -> torch.Tensor:
-    """Index (B, T) of the last real token before each token; -1 if there is none."""
-    t = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    return F.pad(t.masked_fill(~mask, -1).cummax(1)[0][:, :-1], (1, 0), value=-1)
 
 
 # Packed sequences ------------------------------------------------------------------------------------------------------
 
 
-def _check_seq_idx(seq_idx, cu_seq_lens_q, B: int, T: int, device) -> torch.Tensor | None:
-    """Sequence numbers (B, T) from `seq_idx` or `cu_seq_lens_q`, after checks; None without both."""
-    for name, x in (("seq_idx", seq_idx), ("cu_seq_lens_q", cu_seq_lens_q)):
-        if x is not None and not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}.")
-        if x is not None and (x.is_floating_point() or x.is_complex()):
-            raise ValueError(f"{name} must hold integers, got {x.dtype}.")
-    if seq_idx is not None and seq_idx.shape not in ((B, T), (1, T)):
-        raise ValueError(f"seq_idx must have shape ({B}, {T}), got {tuple(seq_idx.shape)}.")
+def _get_seq_idx(seq_idx, cu_seq_lens_q, B: int, T: int, device) -> torch.Tensor:
+    """Sequence numbers (B, T) from `seq_idx` or, without it, `cu_seq_lens_q`."""
     if seq_idx is not None:
-        seq_idx = seq_idx.to(device).expand(B, T)
-    if cu_seq_lens_q is None:
-        return seq_idx
+        if seq_idx.shape not in ((B, T), (1, T)) or seq_idx.is_floating_point():
+            raise ValueError(f"seq_idx must be integers of shape ({B}, {T}), got {seq_idx.dtype} {tuple(seq_idx.shape)}.")
+        return seq_idx.to(device).expand(B, T)
     if B != 1:
         raise ValueError(f"cu_seq_lens_q is for a batch of size 1, but the batch has {B}; use seq_idx.")
-    if cu_seq_lens_q.ndim != 1 or len(cu_seq_lens_q) < 2:
-        raise ValueError(f"cu_seq_lens_q must have shape (sequences + 1,), got {tuple(cu_seq_lens_q.shape)}.")
-    if _is_readable(cu_seq_lens_q):
-        if cu_seq_lens_q[0] != 0 or cu_seq_lens_q[-1] != T or (cu_seq_lens_q.diff() < 0).any():
-            raise ValueError(f"cu_seq_lens_q must rise from 0 to the number of tokens ({T}), got {cu_seq_lens_q.tolist()}.")
-    boundaries = cu_seq_lens_q.to(device).long()
-    from_lengths = torch.searchsorted(boundaries.contiguous(), torch.arange(T, device=device), right=True).unsqueeze(0)
-    if seq_idx is not None and _is_readable(seq_idx):
-        if not torch.equal(_real_sequence_starts(seq_idx, None), _real_sequence_starts(from_lengths, None)):
-            raise ValueError("seq_idx and cu_seq_lens_q begin their sequences at different tokens; give one of them.")
-    return from_lengths
-
-
-def _resolve_seq_idx(explicit_idx, position_ids, mask, B: int, T: int, *, has_cache: bool) -> torch.Tensor | None:
-    """Sequence numbers (B, T) of packed sequences: explicit, or inferred from positions that restart at 0; otherwise None."""
-    inferred_idx = None
-    if position_ids is not None:
-        if position_ids.ndim != 2 or position_ids.shape[0] not in (B, 1) or position_ids.shape[1] != T:
-            raise ValueError(f"position_ids must have shape ({B}, {T}), got {tuple(position_ids.shape)}.")
-        if position_ids.is_floating_point():
-            raise ValueError(f"position_ids must hold integers, got {position_ids.dtype}.")
-        inferred_idx = _infer_seq_idx(position_ids.expand(B, T), mask, has_cache)
-        if explicit_idx is not None and _is_readable(position_ids):
-            restarts = _real_sequence_starts(torch.zeros_like(explicit_idx) if inferred_idx is None else inferred_idx, mask)
-            if not torch.equal(_real_sequence_starts(explicit_idx, mask), restarts):
-                raise ValueError(
-                    "position_ids do not restart at 0 exactly where seq_idx / cu_seq_lens_q begin a new sequence; pass "
-                    "position_ids that do, or omit them."
-                )
-    seq_idx = inferred_idx if explicit_idx is None else explicit_idx
-    if seq_idx is not None and has_cache:
+    if cu_seq_lens_q.ndim != 1 or len(cu_seq_lens_q) < 2 or cu_seq_lens_q.is_floating_point():
         raise ValueError(
-            "Packed sequences (position_ids that restart, seq_idx or cu_seq_lens_q) cannot be combined with a cache: a batch "
-            "element would have several states; run them without past_key_values, or unpacked."
+            f"cu_seq_lens_q must be integers of shape (sequences + 1,), got {cu_seq_lens_q.dtype} "
+            f"{tuple(cu_seq_lens_q.shape)}."
         )
-    return seq_idx
+    boundaries = cu_seq_lens_q.to(device).long().contiguous()
+    return torch.searchsorted(boundaries, torch.arange(T, device=device), right=True).unsqueeze(0)
 
 
-def _real_sequence_starts(seq_idx: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Whether each real token belongs to another sequence than the preceding real token, (B, T)."""
-    mask = torch.ones_like(seq_idx, dtype=torch.bool) if mask is None else mask
-    previous = _previous_real_index(mask)
-    return mask & (previous >= 0) & (seq_idx != seq_idx.gather(1, previous.clamp_min(0)))
-
-
-def _infer_seq_idx(position_ids: torch.Tensor, mask: torch.Tensor | None, has_cache: bool) -> torch.Tensor | None:
+def _infer_seq_idx(position_ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
     """Sequence numbers (B, T) if positions of real tokens restart at 0, otherwise None.
 
-    On other devices than the CPU one flag is read, as in transformers' `find_packed_sequence_indices`, and none with a cache,
-    which excludes packing. While a compiler traces, it returns numbers even without a restart.
+    One flag is read, as in transformers' `find_packed_sequence_indices`. Where it has no value, it returns numbers even
+    without a restart.
     """
-    is_readable = _is_readable(position_ids)
-    if position_ids.shape[1] == 1 or (has_cache and not is_readable):
-        return None
-    mask = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else mask
-    previous = _previous_real_index(mask)
-    has_previous = mask & (previous >= 0)
-    restarts = has_previous & (position_ids == 0)
-    if not is_readable:
-        return restarts.cumsum(1) if not _is_on_device(position_ids) or restarts.any() else None
-    # positions from `generate` may decrease after padding: it continues from a padding token's 0
-    t = torch.arange(mask.shape[1], device=mask.device)
-    decreases = has_previous & ~restarts & (position_ids <= position_ids.gather(1, previous.clamp_min(0)))
-    if (decreases & (previous == t - 1)).any():
-        raise ValueError(
-            "position_ids fall or repeat without restarting at 0: they describe neither one sequence nor packed sequences."
-        )
-    return restarts.cumsum(1) if restarts.any() else None
+    is_real = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else mask
+    restarts = is_real & (position_ids == 0) & (is_real.cumsum(1) > 1)  # not at the first real token
+    return restarts.cumsum(1) if not _has_values(restarts) or restarts.any() else None
 
 
 # Positions -------------------------------------------------------------------------------------------------------------
@@ -306,36 +245,12 @@ def _count_positions(full_mask, seq_idx, past_length, T: int, device) -> torch.T
     return (count - 1).clamp_min(0)[:, -T:]
 
 
-def _check_continuation(position_ids: torch.Tensor, full_mask: torch.Tensor | None, past_length) -> None:
-    """Rejects positions that start at 0 although the cache holds real tokens of the sequence."""
-    if not _is_readable(position_ids) or not past_length:
-        return
-    T = position_ids.shape[1]
-    if full_mask is None:
-        restarts = position_ids == 0
-    elif full_mask.shape[1] == T:  # the mask does not tell which cached tokens are real
-        return
-    else:
-        restarts = (position_ids == 0) & full_mask[:, -T:] & full_mask[:, :-T].any(1, keepdim=True)
-    if restarts.any():
-        raise ValueError(
-            f"position_ids start at 0, but the cache holds {past_length} tokens already: continue from their positions, omit "
-            "position_ids, or start with an empty cache."
-        )
-
-
 def _check_positions(position_ids: torch.Tensor, past_length, limit: int) -> None:
-    if torch.compiler.is_compiling():
+    """Raises for a sequence beyond the tables, where an embedding's own error would not say what to do."""
+    # a position is at most the number of preceding tokens: values are read only if that exceeds the limit
+    if isinstance(past_length, torch.Tensor) or past_length + position_ids.shape[1] <= limit or not _has_values(position_ids):
         return
-    # a position is at most the number of preceding tokens: on other devices values are read only if that exceeds the limit
-    if not _is_readable(position_ids) and (
-        isinstance(past_length, torch.Tensor) or past_length + position_ids.shape[1] <= limit
-    ):
-        return
-    low, high = int(position_ids.min()), int(position_ids.max())
-    if low < 0:
-        raise IndexError(f"position_ids must not be negative, got {low}.")
-    if high >= limit:
+    if (high := int(position_ids.max())) >= limit:
         raise IndexError(
             f"Position {high} is past the end of this model's learned position tables, which hold {limit} "
             f"(max_position_embeddings): shorten the sequence, extend the tables with resize_position_embeddings and "
@@ -409,8 +324,8 @@ def _sliding_window_overlay(mask: torch.Tensor, sliding_window: int):
 
 
 def _check_gaps(mask: torch.Tensor | None) -> None:
-    """Rejects padding between real tokens, which a cached sliding window would count; checked on the CPU only."""
-    if mask is None or mask.device.type != "cpu" or torch.compiler.is_compiling():
+    """Rejects padding between real tokens, which a cached sliding window would count."""
+    if mask is None or not _has_values(mask):
         return
     has_earlier, has_later = mask.cummax(1)[0], mask.flip(1).cummax(1)[0].flip(1)
     if (~mask & has_earlier & has_later).any():

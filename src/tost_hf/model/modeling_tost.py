@@ -259,7 +259,6 @@ class ToSTPreTrainedModel(ToSTBaseModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["ToSTDecoderLayer"]
-    _adapter_targets = [*ToSTBaseModel._adapter_targets, "q_proj", "k_proj", "v_proj"]  # softmax attention, too
     _skip_keys_device_placement = ["past_key_values", "cache"]
     _can_compile_fullgraph = True
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
@@ -383,13 +382,16 @@ class ToSTModel(ToSTPreTrainedModel):
             use_cache: whether to create and return a cache without `past_key_values`, which is returned in any case. Packed
                 sequences and encoders have none. In compiled programs the values of `position_ids` are not read: sequences
                 packed by these alone return the state of the last one.
-            seq_idx: (B, T) sequence number of each token of packed sequences.
-            cu_seq_lens_q: (sequences + 1,) cumulative lengths of the sequences packed into a batch of size 1.
+            seq_idx: (B, T) sequence number of each token of packed sequences. If given, it decides where they begin, not the
+                position_ids.
+            cu_seq_lens_q: (sequences + 1,) cumulative lengths of the sequences packed into a batch of size 1, without
+                `seq_idx`. It decides as that does.
 
         Raises:
-            TypeError: an input is not a tensor, or a cache is passed by an unknown name.
+            TypeError: a cache is passed by an unknown name.
             ValueError: inputs contradict each other in shape or meaning.
-            IndexError: a token id is outside the vocabulary (checked on the CPU), or a position beyond the learned tables.
+            IndexError: a token id is outside the vocabulary (checked on the CPU), or a sequence is longer than the learned
+                tables.
         """
         self._check_tokens(input_ids, inputs_embeds)
         if not self.config.is_causal and (past_key_values is not None or use_cache):
@@ -494,8 +496,6 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        seq_idx: torch.LongTensor | None = None,
-        cu_seq_lens_q: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ToSTCausalLMOutputWithPast:
         """Next-token logits, and the loss if labels are given. The other arguments are those of `ToSTModel.forward`.
@@ -511,8 +511,6 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            seq_idx=seq_idx,
-            cu_seq_lens_q=cu_seq_lens_q,
             **kwargs,
         )
         logits = loss = None
@@ -692,8 +690,6 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
-        seq_idx: torch.LongTensor | None = None,
-        cu_seq_lens_q: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ToSTSequenceClassifierOutputWithPast:
         """Logits (B, num_labels), and the loss of `config.problem_type` if labels are given.
@@ -708,8 +704,6 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            seq_idx=seq_idx,
-            cu_seq_lens_q=cu_seq_lens_q,
             **kwargs,
         )
         logits = self.score(outputs.last_hidden_state)
@@ -782,8 +776,6 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
-        seq_idx: torch.LongTensor | None = None,
-        cu_seq_lens_q: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ToSTMaskedLMOutput:
         """Logits (B, T, vocab_size), and the loss if labels are given. The other arguments are those of `ToSTModel.forward`.
@@ -796,8 +788,6 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
-            seq_idx=seq_idx,
-            cu_seq_lens_q=cu_seq_lens_q,
             **kwargs,
         )
         logits = self.lm_head(outputs.last_hidden_state)
@@ -839,8 +829,6 @@ class ToSTForTokenClassification(ToSTPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
-        seq_idx: torch.LongTensor | None = None,
-        cu_seq_lens_q: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ToSTTokenClassifierOutput:
         """Logits (B, T, num_labels), and the loss if labels are given. The other arguments are those of `ToSTModel.forward`.
@@ -856,8 +844,6 @@ class ToSTForTokenClassification(ToSTPreTrainedModel):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            seq_idx=seq_idx,
-            cu_seq_lens_q=cu_seq_lens_q,
             **kwargs,
         )
         logits = self.score(self.dropout(outputs.last_hidden_state))
@@ -901,8 +887,6 @@ class ToSTForQuestionAnswering(ToSTPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         start_positions: torch.LongTensor | None = None,
         end_positions: torch.LongTensor | None = None,
-        seq_idx: torch.LongTensor | None = None,
-        cu_seq_lens_q: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ToSTQuestionAnsweringModelOutput:
         """Logits (B, T) of an answer's first and last token, the dtype's minimum at padding, which answers nothing.
@@ -919,8 +903,6 @@ class ToSTForQuestionAnswering(ToSTPreTrainedModel):
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            seq_idx=seq_idx,
-            cu_seq_lens_q=cu_seq_lens_q,
             **kwargs,
         )
         logits = self.qa_outputs(outputs.last_hidden_state)

@@ -102,8 +102,8 @@ def tssa(
         times, by autograd of the reference implementation after the first, and in forward mode by that implementation.
 
     Raises:
-        ValueError: shapes disagree, `initial_state` / `bias` / `log_decay` is passed to the bidirectional form, `log_decay` is
-            above 0, or the backend is unknown, does not support these tokens, or fails or is wrong on this device.
+        ValueError: shapes disagree, the bidirectional form gets `initial_state`, `bias` or `log_decay`, or the backend is
+            unknown, does not support these tokens, or fails or is wrong on this device.
         IndexError: a position is not an index into `bias` (on a CPU).
         RuntimeError: a Triton kernel failed, and the device cannot be used any more.
 
@@ -179,7 +179,7 @@ def tssa_step(
         `TSSAOutput` with the output (B, H, p), the membership (B, H) and the state after the token.
 
     Raises:
-        ValueError: `log_decay` has another shape or is above 0, the backend is unknown or does not support these tokens, or
+        ValueError: `log_decay` has another shape, the backend is unknown or does not support these tokens, or
             `initial_state` cannot be updated in place.
         RuntimeError: as in `tssa`.
 
@@ -313,7 +313,8 @@ def _check_inputs(w, temp, bias, positions, causal, mask, seq_idx, initial_state
             raise ValueError(f"{name} must have shape (batch, tokens) = ({B}, {T}), got {tuple(tensor.shape)}.")
     if seq_idx is not None and (seq_idx.is_floating_point() or seq_idx.is_complex()):
         raise ValueError(f"seq_idx must contain integers, got {seq_idx.dtype}.")
-    _check_mask(mask)
+    if mask is not None and mask.is_floating_point():
+        raise ValueError(f"mask must be true or 1 at real tokens, got {mask.dtype}: TSSA has no additive mask.")
     # dimension by dimension, as exporters would compare batch sizes with numbers of tokens in whole shapes
     if positions is not None:
         _check_positions(w, bias, positions)
@@ -347,19 +348,8 @@ def _check_positions(w: torch.Tensor, bias: torch.Tensor | None, positions: torc
         raise ValueError(f"positions must be int32 or int64 of shape (batch, tokens) = ({B}, {T}), got {actual}.")
 
 
-def _check_mask(mask: torch.Tensor | None) -> None:
-    """Raises for a mask with other values than 0 and 1, such as an additive one; on a GPU, checks only the dtype."""
-    if mask is None or mask.dtype == torch.bool or is_traced():
-        return
-    if not ((mask == 0) | (mask == 1)).all() if mask.device.type == "cpu" else mask.is_floating_point():
-        raise ValueError(
-            f"mask must be 1 or true at real tokens and 0 or false at padding, got another {mask.dtype} mask; TSSA has no "
-            "additive mask."
-        )
-
-
 def _check_log_decay(log_decay: torch.Tensor | None, w: torch.Tensor, causal: bool) -> None:
-    """Raises if `log_decay` does not fit the tokens w, (B, T, H, p) or (B, H, p), or is above 0 (checked on the CPU only)."""
+    """Raises if `log_decay` does not fit the tokens w, (B, T, H, p) or (B, H, p)."""
     if log_decay is None:
         return
     if not causal:
@@ -369,8 +359,6 @@ def _check_log_decay(log_decay: torch.Tensor | None, w: torch.Tensor, causal: bo
     if not 0 < dims <= len(tokens) or tuple(log_decay.shape) != tuple(tokens[-dims:]):
         shapes = [tuple(tokens[start:]) for start in reversed(range(len(tokens)))]
         raise ValueError(f"log_decay must have one of the shapes {', '.join(map(str, shapes))}, got {tuple(log_decay.shape)}.")
-    if log_decay.device.type == "cpu" and not is_traced() and bool((log_decay > 0).any()):
-        raise ValueError(f"log_decay must be at most 0, or the state grows without bound; got {log_decay.max().item():.3g}.")
 
 
 def _mask_positions(positions: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor | None:

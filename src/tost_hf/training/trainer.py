@@ -85,6 +85,11 @@ class ToSTTrainer(Trainer):
             super().__init__(model, args, **kwargs)
         finally:
             args.save_only_model = save_only_model
+        if args.remove_unused_columns and "seq_idx" in (getattr(self.train_dataset, "column_names", None) or ()):
+            raise ValueError(
+                "Trainer would remove the column seq_idx of packed sequences, which the model accepts without naming it: set "
+                "remove_unused_columns=False."
+            )
         if self.context_mesh is not None and (args.label_smoothing_factor or self.compute_loss_func is not None):
             raise ValueError(
                 "With context_parallel_size the model computes the loss, as a process has only the logits of its shard: "
