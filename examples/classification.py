@@ -259,9 +259,9 @@ def load_classifier(auto_class, model_args, config: PreTrainedConfig, names: lis
             f"{model_args.model_name_or_path} lacks {', '.join(new_names[:5])}, {len(new_names)} in all, or has them in "
             "another shape: train it first (--do_train)."
         )
-    if trunk_names := sorted(name for name in new_names if head is None or not name.startswith(f"{head}.")):
+    if base_names := sorted(name for name in new_names if head is None or not name.startswith(f"{head}.")):
         logger.warning(
-            f"{model_args.model_name_or_path} lacks {', '.join(trunk_names[:5])}, {len(trunk_names)} in all, or has them in "
+            f"{model_args.model_name_or_path} lacks {', '.join(base_names[:5])}, {len(base_names)} in all, or has them in "
             "another shape: they start from random values."
         )
     if old_names != names:

@@ -19,13 +19,13 @@ LENGTH = 21  # shards of 6, 5, 5 and 5 tokens
 HYBRID = ["linear_attention", "full_attention"]
 OPTIONS = {
     "published": {},
-    "decay per head": {"forgetting": "head"},
-    "decay per token": {"forgetting": "token", "position_embedding_type": "none"},
+    "decay per head": {"decay_type": "head"},
+    "decay per token": {"decay_type": "token", "position_embedding_type": "none"},
     "convolution": {"conv_kernel": 4},
     "wide convolution": {"conv_kernel": 12},
-    "hybrid": {"layer_types": HYBRID, "forgetting": "token", "position_embedding_type": "none", "num_key_value_heads": 2},
+    "hybrid": {"layer_types": HYBRID, "decay_type": "token", "position_embedding_type": "none", "num_key_value_heads": 2},
     "sliding window": {"layer_types": ["linear_attention", "sliding_attention"], "sliding_window": 8},
-    "all": {"forgetting": "token", "conv_kernel": 4, "use_bias": True, "tie_word_embeddings": False},
+    "all": {"decay_type": "token", "conv_kernel": 4, "use_bias": True, "tie_word_embeddings": False},
 }
 EVERY_LAYOUT = ("all", "hybrid", "sliding window")
 

@@ -42,10 +42,10 @@ def model_folder(variant: str = "") -> Path:
 
 def save_models(**options) -> None:
     """A model with TSSA in all layers, and a hybrid."""
-    config = small_config(vocab_size=100, forgetting="token", conv_kernel=3, **options)
+    config = small_config(vocab_size=100, decay_type="token", conv_kernel=3, **options)
     randomize(ToSTForCausalLM(config)).save_pretrained(model_folder())
     options |= {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "none"}
-    config = small_config(vocab_size=100, forgetting="token", **options)
+    config = small_config(vocab_size=100, decay_type="token", **options)
     randomize(ToSTForCausalLM(config)).save_pretrained(model_folder("hybrid"))
 
 

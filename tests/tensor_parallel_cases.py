@@ -13,7 +13,7 @@ import tost_hf
 
 
 VOCABULARY = 100  # the oldest supported transformers shards only multiples of the number of processes
-HYBRID = ["tost_causal_statistics", "full_attention"]
+HYBRID = ["tssa", "full_attention"]
 MODELS = OPTIONS | {
     "uneven vocabulary": {"vocab_size": 98, "max_position_embeddings": 64},
     "uneven MLP": {"intermediate_size": 51},

@@ -98,7 +98,7 @@ def test_ablated_encoder_ignores_padding(pre_norm, batch):
         torch.testing.assert_close(out[index][mask], model(batch["input_ids"][index][mask][None])[0][0], **F64)
 
 
-@pytest.mark.parametrize("fields", [{}, {"forgetting": "token", "conv_kernel": 4}], ids=["published", "decay"])
+@pytest.mark.parametrize("fields", [{}, {"decay_type": "token", "conv_kernel": 4}], ids=["published", "decay"])
 @torch.no_grad()
 def test_decoding_equals_the_full_forward(fields):
     model = ToSTForCausalLM(small_config(**fields))

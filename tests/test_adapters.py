@@ -33,7 +33,7 @@ CASES = {
     "all linear layers": ({}, {"target_modules": "all-linear"}),
     "tokens of the vocabulary": ({}, {"target_modules": ["in_proj"], "trainable_token_indices": [1, 2, 3]}),
     "embeddings": ({"tie_word_embeddings": False}, {"target_modules": ["embed_tokens", "embed_positions", "in_proj"]}),
-    "decay and convolution": ({"forgetting": "token", "conv_kernel": 4}, {"target_modules": "all-linear"}),
+    "decay and convolution": ({"decay_type": "token", "conv_kernel": 4}, {"target_modules": "all-linear"}),
 }
 
 
@@ -101,7 +101,7 @@ def test_reloaded_classifiers_predict_the_same(tmp_path, make_model, inputs, opt
 @pytest.mark.parametrize("options", [{}, {"use_dora": True, "exclude_modules": ["forget_proj"]}], ids=["LoRA", "DoRA"])
 def test_all_linear_layers_of_a_new_model(options):
     """DoRA divides by the norm of a weight, which is 0 in a new forget_proj."""
-    fields = {"forgetting": "token", "layer_types": ["linear_attention", "full_attention"]}
+    fields = {"decay_type": "token", "layer_types": ["linear_attention", "full_attention"]}
     model = ToSTForCausalLM(small_config(**fields))
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", **options))
     train(adapted)

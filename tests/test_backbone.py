@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""The vision trunk as a backbone: feature maps of selected blocks, saving and loading, dense tasks, invalid input."""
+"""The vision model as a backbone: feature maps of selected blocks, saving and loading, dense tasks, invalid input."""
 
 import json
 from itertools import chain

@@ -56,7 +56,7 @@ def test_training_compiles_twice_for_all_lengths(tiny_model):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("options", [{}, {"forgetting": "token"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"decay_type": "token"}], ids=str)
 def test_default_compiler(options):
     """Outputs and gradients equal those of eager mode, first with static and then with dynamic shapes."""
     model = randomize(ToSTForCausalLM(small_config(num_hidden_layers=1, **options))).eval()

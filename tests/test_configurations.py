@@ -16,7 +16,7 @@ from tost_hf.model.configuration_tost import PRESETS
 from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 
 
-TSSA, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding_attention"
+TSSA, FULL, SLIDING = "tssa", "full_attention", "sliding_attention"
 HYBRID = {"layer_types": [TSSA, FULL], "position_embedding_type": "none"}
 BASE = {"tost": small_config(), "tost_vision": small_vision_config()}
 
@@ -47,7 +47,7 @@ INVALID_FIELDS_OF_ONE = [
     ("tost", {"pad_token_id": "pad"}),
     ("tost", {"vocab_size": 0}),
     *(("tost", {"max_position_embeddings": value}) for value in (0, 3.5, math.nan, "8")),
-    ("tost", {"forgetting": "always"}),
+    ("tost", {"decay_type": "always"}),
     ("tost", {"conv_kernel": 1}),
     ("tost", {"layer_types": ["conv", FULL]}),
     *(("tost", {"layer_types": [TSSA] * number}) for number in (1, 3)),
@@ -59,7 +59,7 @@ INVALID_FIELDS_OF_ONE = [
     ("tost", {"pooling": "first"}),
     ("tost", {"pooling": "max"}),
     ("tost", {"conv_kernel": 4, "is_causal": False}),
-    ("tost", {"forgetting": "head", "is_causal": False}),
+    ("tost", {"decay_type": "head", "is_causal": False}),
     ("tost", {"layer_types": [TSSA, FULL], "is_causal": False}),
     *(("tost_vision", {"image_size": value}) for value in (0, [16, 16, 16], "large")),
     *(("tost_vision", {"patch_size": value}) for value in ("16", 12)),

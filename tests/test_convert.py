@@ -216,7 +216,7 @@ UNSUPPORTED = {
     "epsilon": (small_config, {"layer_norm_eps": 1e-6}),
     "MLP width": (small_config, {"intermediate_size": 48}),
     "several dropouts": (small_config, {"embedding_dropout": 0.5}),
-    "an option": (small_config, {"forgetting": "head"}),
+    "an option": (small_config, {"decay_type": "head"}),
     "epsilon of images": (small_vision_config, {"layer_norm_eps": 1e-5}),
     "attention dropout of images": (small_vision_config, {"attention_dropout": 0.1}),
 }

@@ -99,7 +99,7 @@ def test_settings_of_the_run(tmp_path):
     assert (args["drop"], args["drop_path"], args["nb_classes"]) == (0.1, 0.05, 5)
 
 
-# Other trunks ---------------------------------------------------------------------------------------------------------
+# Other types of attention ------------------------------------------------------------------------------------------
 
 
 def make_model(**fields):
@@ -118,7 +118,7 @@ def make_model(**fields):
         {"num_hidden_layers": 12, "intermediate_size": 48, "drop_path_rate": 0.1},
     ],
 )
-def test_round_trip_of_other_trunks(tmp_path, fields):
+def test_round_trip_of_other_types_of_attention(tmp_path, fields):
     model = make_model(**fields)
     model.save_pretrained(tmp_path / "model")
     reloaded_folder = to_folder(to_file(tmp_path / "model", tmp_path / "c.pth"), tmp_path / "again")

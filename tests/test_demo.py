@@ -22,5 +22,5 @@ def test_demo(tmp_path):
     assert after < before
     model = ToSTForCausalLM.from_pretrained(tmp_path / "model")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == model.config.vocab_size == 4096
-    assert (model.config.forgetting, model.config.conv_kernel) == ("token", 4)
+    assert (model.config.decay_type, model.config.conv_kernel) == ("token", 4)
     assert FULL_ATTENTION in model.config.layer_types

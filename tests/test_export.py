@@ -13,7 +13,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.exporters.exporter_dynamo import get_auto_dynamic_shapes, register_cache_pytrees_for_model
 
 from tost_hf import ToSTCache, ToSTForCausalLM
-from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
+from tost_hf.model.configuration_tost import FULL_ATTENTION, TSSA
 
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
@@ -28,8 +28,8 @@ CACHES = {
 }
 MODELS = {
     "published": {"num_hidden_layers": 1},
-    "decay": {"num_hidden_layers": 1, "forgetting": "token", "conv_kernel": 4},
-    "hybrid": {"position_embedding_type": "none", "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]},
+    "decay": {"num_hidden_layers": 1, "decay_type": "token", "conv_kernel": 4},
+    "hybrid": {"position_embedding_type": "none", "layer_types": [TSSA, FULL_ATTENTION]},
 }
 
 

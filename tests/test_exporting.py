@@ -16,16 +16,16 @@ import tost_hf
 from tost_hf.cli import main
 from tost_hf.export import export_model, writing
 from tost_hf.image_processing import save_image_processor
-from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
+from tost_hf.model.configuration_tost import FULL_ATTENTION, SLIDING_ATTENTION, TSSA
 
 
 for module in ("onnxscript", "onnxruntime"):
     pytest.importorskip(module, reason="an export to ONNX needs the extra `export`")
 onnx = pytest.importorskip("onnx", reason="an export to ONNX needs the extra `export`")
 
-DECAY = {"num_hidden_layers": 1, "forgetting": "token", "conv_kernel": 4, "position_embedding_type": "none"}
-HYBRID = {**DECAY, "num_hidden_layers": 2, "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]}
-SLIDING = {**HYBRID, "layer_types": [CAUSAL_STATISTICS, SLIDING_ATTENTION], "sliding_window": 4}
+DECAY = {"num_hidden_layers": 1, "decay_type": "token", "conv_kernel": 4, "position_embedding_type": "none"}
+HYBRID = {**DECAY, "num_hidden_layers": 2, "layer_types": [TSSA, FULL_ATTENTION]}
+SLIDING = {**HYBRID, "layer_types": [TSSA, SLIDING_ATTENTION], "sliding_window": 4}
 LANGUAGE = {"published": {"num_hidden_layers": 1}, "decay": DECAY, "hybrid": HYBRID}
 
 

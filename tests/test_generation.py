@@ -12,8 +12,8 @@ from transformers import DynamicCache, GenerationMixin, StaticCache
 
 from tost_hf import ToSTCache, ToSTForCausalLM, TSSAState, load_cache, prefill_cache, save_cache
 from tost_hf.model import modeling_tost
-from tost_hf.model.cache_tost import CausalStatisticsLayer
-from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
+from tost_hf.model.cache_tost import TSSACacheLayer
+from tost_hf.model.configuration_tost import FULL_ATTENTION, SLIDING_ATTENTION, TSSA
 from tost_hf.model.tssa_reference import zero_state
 
 
@@ -81,12 +81,12 @@ def test_assisted_decoding_is_greedy(tiny_model, prompt, same_model):
             assert torch.equal(assisted, generate(tiny_model, prompt[:1], **kwargs))
 
 
-HYBRID = {"position_embedding_type": "none", "layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION, CAUSAL_STATISTICS]}
-MODEL_OPTIONS = {"published": {}, "decay": {"forgetting": "token", "conv_kernel": 4}, "hybrid": HYBRID}
+HYBRID = {"position_embedding_type": "none", "layer_types": [TSSA, FULL_ATTENTION, TSSA]}
+MODEL_OPTIONS = {"published": {}, "decay": {"decay_type": "token", "conv_kernel": 4}, "hybrid": HYBRID}
 EARLY_EXITS = [*zip(MODEL_OPTIONS.values(), (1, 2, 3))]
 EARLY_EXITS += [  # drafts of attention layers alone
-    ({"layer_types": [FULL_ATTENTION, CAUSAL_STATISTICS, FULL_ATTENTION], "position_embedding_type": "none"}, 1),
-    ({"layer_types": [SLIDING_ATTENTION, FULL_ATTENTION, CAUSAL_STATISTICS], "sliding_window": 4}, 2),
+    ({"layer_types": [FULL_ATTENTION, TSSA, FULL_ATTENTION], "position_embedding_type": "none"}, 1),
+    ({"layer_types": [SLIDING_ATTENTION, FULL_ATTENTION, TSSA], "sliding_window": 4}, 2),
 ]
 
 
@@ -129,7 +129,7 @@ def fill_cache(model, tokens, static=False, record=False):
 
 
 def state_tensors(cache):
-    return [x for layer in cache.layers for x in layer.load_state()]
+    return [x for layer in cache.layers for x in layer.current_state()]
 
 
 def test_generate_with_gradient_checkpointing(tiny_model, prompt):
@@ -162,7 +162,7 @@ def test_repeated_crops(tiny_model):
 
 def test_crop_keeps_tokens_without_membership():
     """Under tensor parallelism a real token's memberships can underflow to 0 in all heads of a process."""
-    layer = CausalStatisticsLayer()
+    layer = TSSACacheLayer()
     layer.activate_past_recording()
     w, membership = torch.randn(1, 4, 2, 8), torch.rand(1, 2, 4)
     membership[..., 1] = membership[..., 2] = 0
@@ -196,7 +196,7 @@ def cache_tensors(cache):
     return [x for layer in cache.layers for x in layer.tensors().values()]
 
 
-@pytest.mark.parametrize("options", [{}, {"forgetting": "token"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"decay_type": "token"}], ids=str)
 @pytest.mark.parametrize("static", [False, True])
 def test_decoding_updates_the_cache_in_place(options, static, prompt):
     """But not the states that were read from it."""
@@ -288,7 +288,7 @@ LONG_CONTEXT = {
     "eos_token_id": None,
     "conv_kernel": 3,
 }
-LAYER_TYPES = ["tost_causal_statistics", "full_attention", "sliding_attention"]
+LAYER_TYPES = ["tssa", "full_attention", "sliding_attention"]
 MIXED = {"layer_types": LAYER_TYPES, "num_hidden_layers": 3, "sliding_window": 8}
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 

@@ -85,8 +85,8 @@ def test_memberships(model_and_inputs):
 @pytest.fixture(params=["head", "token"])
 def decaying_model(request):
     """A hybrid with a convolution; the second of its three layers is softmax attention."""
-    layer_types = ["tost_causal_statistics", "full_attention", "tost_causal_statistics"]
-    options = {"forgetting": request.param, "conv_kernel": 4, "position_embedding_type": "none"}
+    layer_types = ["tssa", "full_attention", "tssa"]
+    options = {"decay_type": request.param, "conv_kernel": 4, "position_embedding_type": "none"}
     config = small_config(num_hidden_layers=3, layer_types=layer_types, **options)
     return randomize(tost_hf.ToSTForCausalLM(config)).double().eval()
 

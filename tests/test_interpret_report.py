@@ -73,18 +73,18 @@ def test_one_head_and_one_layer_of_a_backbone(tmp_path, photo):
     assert "<td>-</td>" in page and "class_attention.png" not in page
 
 
-@pytest.mark.parametrize("forgetting", ["none", "token"])
-def test_text_report(forgetting, tokenizer, tmp_path):
+@pytest.mark.parametrize("decay_type", ["none", "token"])
+def test_text_report(decay_type, tokenizer, tmp_path):
     """A hybrid inspects a string and a file, of which it shows the first tokens."""
     config = tost_hf.ToSTConfig.from_preset(
         "tost-hybrid-base",
-        **{"vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 4, "forgetting": forgetting},
+        **{"vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 4, "decay_type": decay_type},
         **dict.fromkeys(("bos_token_id", "eos_token_id")),
         max_position_embeddings=64,
     )
     model, out = randomize(tost_hf.ToSTForCausalLM(config)).eval(), tmp_path / "out"
     page = check_report(interpret.inspect_model(model, tokenizer, "What was it that we forgot?", out), out)
-    assert ("decay.png" in page) == (forgetting != "none") and "3 TSSA layers of 12 heads" in page
+    assert ("decay.png" in page) == (decay_type != "none") and "3 TSSA layers of 12 heads" in page
     assert "layers 3: softmax attention" in page and re.findall(r"<summary>(.*?)<", page) == ["Layer 0", "Layer 1", "Layer 2"]
     (tmp_path / "text.txt").write_text(text := "the heads of the model " * 30)
     total = len(tokenizer(text).input_ids)

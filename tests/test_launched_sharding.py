@@ -22,7 +22,7 @@ STEPS = 4
 def arguments(clm_args, tmp_path):
     """Makes arguments of run_clm.py: 8 sequences per batch in all processes together, and the same initial weights."""
     sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"forgetting": "token", "conv_kernel": 3}
+    sizes |= {"decay_type": "token", "conv_kernel": 3}
     randomize(ToSTForCausalLM(ToSTConfig(**sizes, max_position_embeddings=32))).save_pretrained(tmp_path / "start")
     defaults = {"config_name": None, "config_overrides": None, "model_name_or_path": tmp_path / "start", "max_steps": STEPS}
 

@@ -10,12 +10,12 @@ from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 
 from tost_hf import ToSTCache, ToSTConfig, ToSTForCausalLM, ToSTForSequenceClassification
 from tost_hf.model import inputs_tost
-from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, PRESETS
+from tost_hf.model.configuration_tost import FULL_ATTENTION, PRESETS, TSSA
 
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-TOST_PLUS = {"forgetting": "token", "conv_kernel": 4, "position_embedding_type": "none"}
-HYBRID = {"layer_types": [CAUSAL_STATISTICS, FULL_ATTENTION]}
+TOST_PLUS = {"decay_type": "token", "conv_kernel": 4, "position_embedding_type": "none"}
+HYBRID = {"layer_types": [TSSA, FULL_ATTENTION]}
 
 
 def random_ids(*shape):

@@ -365,8 +365,8 @@ def test_base_model_and_head_of_another_size(saved, tmp_path):
     base_model = AutoModel.from_pretrained(folder)
     assert type(base_model) is ToSTVisionModel
     assert_same_bits(base_model.state_dict(), model.tost.state_dict())
-    base_model.save_pretrained(tmp_path / "trunk")
-    for source in (folder, tmp_path / "trunk"):
+    base_model.save_pretrained(tmp_path / "base")
+    for source in (folder, tmp_path / "base"):
         loaded = AutoModelForImageClassification.from_pretrained(source, num_labels=7, ignore_mismatched_sizes=True)
         assert loaded.classifier.weight.shape == (7, 32) and (loaded.classifier.bias == 0).all()
         assert_same_bits(loaded.tost.state_dict(), model.tost.state_dict())

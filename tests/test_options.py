@@ -31,14 +31,14 @@ from tost_hf.model.layers_tost import ShortConvolution
 
 
 F64 = {"rtol": 1e-9, "atol": 1e-9}
-TSSA, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding_attention"
+TSSA, FULL, SLIDING = "tssa", "full_attention", "sliding_attention"
 OPTIONS = {
     "conv": {"conv_kernel": 4},
-    "head": {"forgetting": "head"},
-    "token": {"forgetting": "token"},
+    "head": {"decay_type": "head"},
+    "token": {"decay_type": "token"},
     "hybrid": {"layer_types": [TSSA, FULL], "position_embedding_type": "none", "num_key_value_heads": 2},
     "sliding": {"layer_types": [SLIDING, TSSA, TSSA, SLIDING], "sliding_window": 5},
-    "mixed": {"layer_types": [FULL, TSSA, SLIDING, TSSA], "sliding_window": 3, "forgetting": "token", "conv_kernel": 3},
+    "mixed": {"layer_types": [FULL, TSSA, SLIDING, TSSA], "sliding_window": 3, "decay_type": "token", "conv_kernel": 3},
     "rope": {"layer_types": [TSSA, SLIDING, FULL, FULL], "sliding_window": 8, "position_embedding_type": "none"},
 }
 HYBRIDS = [("sliding",), ("mixed",), ("rope",)]
@@ -256,11 +256,11 @@ def test_compiled_training_gives_the_same_gradients(model, tokens):
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_card_info_trace_and_conversion(hybrid, tokens, tmp_path):
-    options = {"forgetting": "token", "conv_kernel": 4} | (OPTIONS["hybrid"] if hybrid else {})
+    options = {"decay_type": "token", "conv_kernel": 4} | (OPTIONS["hybrid"] if hybrid else {})
     model = randomize(ToSTForCausalLM(small_config(**options)))
     model.save_pretrained(tmp_path)
     description, card = info(tmp_path), build_card(tmp_path, license="mit").content
-    assert all(x in description["options"] and x in card for x in ("forgetting token", "conv_kernel 4"))
+    assert all(x in description["options"] and x in card for x in ("decay_type token", "conv_kernel 4"))
     assert "goes beyond the paper" in card
     assert ("128 with every token" in card) == ("128 with every token" in description["state"]) == hybrid
     trace = trace_model(model, input_ids=tokens)
@@ -275,7 +275,7 @@ def test_presets_beyond_the_paper():
         assert config.options() == {}
         assert not {*OPTION_DEFAULTS, "is_causal", "pooling"} & config.to_diff_dict().keys()
     plus = ToSTConfig.from_preset("tost-plus-base")
-    assert plus.options() == {"forgetting": "token", "conv_kernel": 4, "position_embedding_type": "none"}
+    assert plus.options() == {"decay_type": "token", "conv_kernel": 4, "position_embedding_type": "none"}
     hybrid = ToSTConfig.from_preset("tost-hybrid-base", num_hidden_layers=6)
     assert [kind == "full_attention" for kind in hybrid.layer_types] == [False, False, False, True, False, False]
     state = state_bytes(ToSTConfig.from_preset("tost-base"))
@@ -289,12 +289,12 @@ def test_presets_beyond_the_paper():
 
 
 @pytest.mark.parametrize("heads", [1, 2, 12])
-@pytest.mark.parametrize("forgetting", ["head", "token"])
-def test_initial_decay_spans_4_to_1024_tokens(heads, forgetting, tmp_path):
+@pytest.mark.parametrize("decay_type", ["head", "token"])
+def test_initial_decay_spans_4_to_1024_tokens(heads, decay_type, tmp_path):
     """Also where the loaded weights have no forget gate."""
     config = small_config(hidden_size=48, num_attention_heads=heads)
     ToSTForCausalLM(config).save_pretrained(tmp_path)
-    loaded = ToSTForCausalLM.from_pretrained(tmp_path, forgetting=forgetting)
+    loaded = ToSTForCausalLM.from_pretrained(tmp_path, decay_type=decay_type)
     tau = torch.logspace(torch.log10(torch.tensor(4.0)), torch.log10(torch.tensor(1024.0)), heads)
     for layer in (*loaded.model.layers, *ToSTForCausalLM(loaded.config).model.layers):
         decay = layer.self_attn.log_decay(torch.randn(2, 3, 48)).exp()
@@ -316,7 +316,7 @@ def test_forget_bias_stays_float32_and_has_no_weight_decay(tmp_path):
 
 def test_decay_requires_the_causal_form():
     with pytest.raises(ValueError, match="causal form"):
-        TokenStatisticsSelfAttention(8, 2, causal=False, decay="head")
+        TokenStatisticsSelfAttention(8, 2, causal=False, decay_type="head")
 
 
 @pytest.mark.parametrize("kernel", [2, 3, 4, 7])

@@ -28,7 +28,7 @@ from transformers import AutoConfig
 
 import tost_hf
 from tost_hf.cli import main
-from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
+from tost_hf.model.configuration_tost import FULL_ATTENTION, TSSA
 
 
 ROOT = Path(__file__).parents[1]
@@ -108,12 +108,12 @@ def demo_folder(tmp_path, monkeypatch):
     save_tokenizer(Path("tost-demo"))
     options = {
         "position_embedding_type": "none",
-        "forgetting": "token",
+        "decay_type": "token",
         "conv_kernel": 4,
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
-    config = small_config(vocab_size=320, layer_types=[CAUSAL_STATISTICS, FULL_ATTENTION], **options)
+    config = small_config(vocab_size=320, layer_types=[TSSA, FULL_ATTENTION], **options)
     randomize(tost_hf.ToSTForCausalLM(config)).save_pretrained("tost-demo")
 
 

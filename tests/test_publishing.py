@@ -300,7 +300,7 @@ def test_dtype_and_size_of_shards(tmp_path, dtype):
 HYBRID = {"layer_types": ["linear_attention", "full_attention"], "position_embedding_type": "none", "rope_parameters": {}}
 
 
-@pytest.mark.parametrize("fields", [HYBRID, {"forgetting": "token", "conv_kernel": 4}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize("fields", [HYBRID, {"decay_type": "token", "conv_kernel": 4}, {"tie_word_embeddings": False}])
 def test_options_are_published(tmp_path, fields):
     source, output = tmp_path / "model", tmp_path / "upload"
     save_with_card(language_model(**fields), source, with_code=True)

@@ -79,7 +79,7 @@ def test_finetuning_with_the_ablations_of_the_paper(tmp_path, image_args, digit_
 @pytest.mark.parametrize("has_head", [True, False])
 @pytest.mark.parametrize("names", [["zero", "one", "two"], ["cat", "dog", "owl"], ["cat", "dog"]])
 def test_head_matches_the_labels(tmp_path, names, has_head, caplog):
-    """The head is reused for the same labels in the same order, replaced for any others, and added to a bare trunk."""
+    """The head is reused for the same labels in the same order, replaced for any others, and added to a bare base model."""
     caplog.set_level("INFO", "scripting")
     old = tiny_vision_model(id2label=dict(enumerate(NAMES)), label2id={name: i for i, name in enumerate(NAMES)})
     (old if has_head else old.tost).save_pretrained(tmp_path)

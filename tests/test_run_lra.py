@@ -140,7 +140,7 @@ def test_parameter_counts_of_the_page():
 )
 def test_training_on_the_tasks(tmp_path, lra_args, task, attention):
     """One of them with the options beyond the paper."""
-    options = ",is_causal=true,forgetting=token,conv_kernel=4" if task == "text" else ""
+    options = ",is_causal=true,decay_type=token,conv_kernel=4" if task == "text" else ""
     run_lra.main(lra_args(task, attention=attention, config_overrides=TINY + options))
     out = tmp_path / "out"
     assert len(losses(out)) == 2
@@ -153,7 +153,7 @@ def test_training_on_the_tasks(tmp_path, lra_args, task, attention):
     if attention == "tost" and task != "pathfinder":
         model = AutoModelForSequenceClassification.from_pretrained(out)
         assert type(model) is ToSTForSequenceClassification and model.config.max_position_embeddings == 16
-        assert (model.config.forgetting, model.config.pooling) == ("token" if options else "none", "mean")
+        assert (model.config.decay_type, model.config.pooling) == ("token" if options else "none", "mean")
 
 
 def test_run_resumes(tmp_path, lra_args):

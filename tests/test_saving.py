@@ -80,18 +80,18 @@ def test_statistics_parameters_are_float32_in_a_model_of_another_dtype(tiny_conf
         assert tensor.dtype == (torch.float32 if is_statistics(name) else dtype), name
 
 
-def test_loading_between_trunk_and_heads(tiny_model, saved, tmp_path):
-    trunk = tiny_model.model.state_dict()
+def test_loading_between_base_model_and_heads(tiny_model, saved, tmp_path):
+    base_state = tiny_model.model.state_dict()
     loaded = AutoModel.from_pretrained(saved)
     assert type(loaded) is ToSTModel
-    assert_equal_states(loaded.state_dict(), trunk)
+    assert_equal_states(loaded.state_dict(), base_state)
     classifier, info = AutoModelForSequenceClassification.from_pretrained(saved, num_labels=50, output_loading_info=True)
-    assert_equal_states(classifier.model.state_dict(), trunk)
+    assert_equal_states(classifier.model.state_dict(), base_state)
     assert info["missing_keys"] == {"score.weight"} and classifier.score.weight.shape == (50, 32)
     assert classifier.score.weight.std().item() == pytest.approx(0.02, rel=0.1)
-    # the other direction: a language model from the folder of a trunk
-    loaded.save_pretrained(tmp_path / "trunk")
-    assert_equal_states(AutoModelForCausalLM.from_pretrained(tmp_path / "trunk").state_dict(), tiny_model.state_dict())
+    # the other direction: a language model from the folder of a base model
+    loaded.save_pretrained(tmp_path / "base")
+    assert_equal_states(AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict(), tiny_model.state_dict())
 
 
 def test_text_generation_pipeline(tmp_path):

@@ -11,12 +11,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tost_hf import ToSTBackbone, ToSTForCausalLM, ToSTForImageClassification, ToSTForSequenceClassification, ToSTModel
 
 
-ROTARY = {"layer_types": ["tost_causal_statistics", "full_attention"], "position_embedding_type": "none"}
+ROTARY = {"layer_types": ["tssa", "full_attention"], "position_embedding_type": "none"}
 MODELS = {
-    "trunk": (ToSTModel, {}, {"temp", "denom_bias"}),
+    "base model": (ToSTModel, {}, {"temp", "denom_bias"}),
     "language model": (ToSTForCausalLM, {}, {"temp", "denom_bias"}),
     "classifier": (ToSTForSequenceClassification, {"is_causal": False}, {"temp"}),
-    "decay": (ToSTForCausalLM, ROTARY | {"forgetting": "head"}, {"temp", "forget_bias"}),
+    "decay": (ToSTForCausalLM, ROTARY | {"decay_type": "head"}, {"temp", "forget_bias"}),
     "vision": (ToSTForImageClassification, {}, {"temp"}),
     "backbone": (ToSTBackbone, {}, {"temp"}),
     "xca": (ToSTForImageClassification, {"attention_type": "xca"}, set()),

@@ -23,7 +23,7 @@ from hub_clients import contents, language_folder, save_tokenizer, vision_folder
 import tost_hf
 from tost_hf.cli import main
 from tost_hf.image_processing import make_image_processor
-from tost_hf.model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION
+from tost_hf.model.configuration_tost import FULL_ATTENTION, TSSA
 from tost_hf.space import packages, write_space, writing
 
 
@@ -296,14 +296,14 @@ def check_second_token(page, model, ids, letter):
 @pytest.mark.parametrize(
     "first_layer, count, state_at_length",
     [
-        (CAUSAL_STATISTICS, 490, lambda length: "1.06 KB, constant"),
+        (TSSA, 490, lambda length: "1.06 KB, constant"),
         (FULL_ATTENTION, 20, lambda length: f"{(528 + 512 * length) / 1000:.1f} KB, growing"),
     ],
     ids=["linear", "hybrid"],
 )
 def test_text_generation(tmp_path, driver, libraries, first_layer, count, state_at_length):
     """Greedy tokens equal the model's; the state grows only by keys and values of attention layers."""
-    layer_types = [first_layer, CAUSAL_STATISTICS]
+    layer_types = [first_layer, TSSA]
     model = save_language_model(tmp_path / "model", position_embedding_type="none", layer_types=layer_types)
     with open_page(driver, write_space(tmp_path / "model", tmp_path / "page", title="A page")) as page:
         assert driver.title == page["title"] == "A page"

@@ -136,7 +136,7 @@ def test_training_a_language_model(tmp_path, monkeypatch, capsys, model):
     assert config.model_type == {"gpt2": "gpt2", "mamba2": "mamba2"}.get(model, "tost")
     if config.model_type == "tost":
         assert ("full_attention" in config.layer_types) == (model == "hybrid")
-        assert config.forgetting == ("token" if model == "hybrid" else "none")
+        assert config.decay_type == ("token" if model == "hybrid" else "none")
         card = (output / "README.md").read_text()
         assert card.count(train_small.TITLE) == 1 and card.count("seeds 0 to 9: none left out, unedited") == 1
         assert card.count(train_small.PROMPT) == 10

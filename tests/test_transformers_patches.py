@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from tost_hf import ToSTForCausalLM
-from tost_hf.model.configuration_tost import CAUSAL_STATISTICS
+from tost_hf.model.configuration_tost import TSSA
 
 
 COMPARE = """
@@ -73,7 +73,7 @@ REGISTRATIONS = {
     r"\._extra_content\[": "register of the Auto classes",
     r"generic\._registered_model_output_types\[": "ModelOutput, which registers its subclasses",
     r"_checkpoint_conversion_mapping_cache\[|USER_REGISTERED_MAPPINGS\[": "register_checkpoint_conversion_mapping",
-    r"_LAYER_TYPE_MAPPING\['tost_causal_statistics'\]": "CacheLayerMixin, which registers its subclasses",
+    r"_LAYER_TYPE_MAPPING\['tssa'\]": "CacheLayerMixin, which registers its subclasses",
 }
 PATCHES = {
     r"_MAPPING_NAMES\[|\._model_mapping\._model_mapping\[|MAPPING\._model_mapping\[": "add_class_names",
@@ -116,9 +116,9 @@ def test_trl_still_looks_for_classes_in_transformers():
 
 
 def test_layer_type_is_still_needed():
-    """`CAUSAL_STATISTICS` can become "linear_attention" when the cache layer of that type has a length and rollback."""
+    """`TSSA` can become "linear_attention" when the cache layer of that type has a length and rollback."""
     # a tuple, so there is no way to register types
-    assert CAUSAL_STATISTICS not in ALLOWED_LAYER_TYPES and isinstance(ALLOWED_LAYER_TYPES, tuple)
+    assert TSSA not in ALLOWED_LAYER_TYPES and isinstance(ALLOWED_LAYER_TYPES, tuple)
     layer = LinearAttentionLayer()
     layer.activate_past_recording()
     layer.update_recurrent_state(torch.zeros(1, 2, 3))
@@ -126,5 +126,5 @@ def test_layer_type_is_still_needed():
     config = small_config()
     for cache in (DynamicCache(config=config), StaticCache(config, max_cache_len=4)):
         # compares types because the registered class may be that of remote code
-        assert all(layer._layer_type == CAUSAL_STATISTICS for layer in cache.layers)
+        assert all(layer._layer_type == TSSA for layer in cache.layers)
         assert [layer.static for layer in cache.layers] == [isinstance(cache, StaticCache)] * len(cache.layers)

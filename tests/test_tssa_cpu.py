@@ -44,21 +44,21 @@ class TestKernels(KernelTests):
         assert all(x.numel() for x in with_grad[5:]) and not any(x.numel() for x in without_grad[5:])
 
 
-def make_convolution(kernel_size, dtype, packed, masked, has_state):
+def make_convolution(conv_kernel, dtype, packed, masked, has_state):
     """A convolution, and its inputs with few real tokens in the first sequence."""
-    convolution = ShortConvolution(24, kernel_size).to(dtype)
+    convolution = ShortConvolution(24, conv_kernel).to(dtype)
     torch.nn.init.normal_(convolution.weight)
     mask, seq_idx = torch.rand(3, 20) > 0.3, torch.randint(0, 3, (3, 20)).sort(1)[0]
     mask[0, 1:] = False
-    x, state = torch.randn(3, 20, 24).to(dtype), torch.randn(3, kernel_size - 1, 24).to(dtype)
+    x, state = torch.randn(3, 20, 24).to(dtype), torch.randn(3, conv_kernel - 1, 24).to(dtype)
     return convolution, x, mask if masked else None, seq_idx if packed else None, state if has_state else None
 
 
 @pytest.mark.parametrize("masked, packed, has_state", list(itertools.product([False, True], repeat=3)))
-@pytest.mark.parametrize("kernel_size, dtype", [(1, torch.float32), (2, torch.bfloat16), (4, torch.float32)], ids=str)
-def test_convolution(kernel_size, dtype, masked, packed, has_state):
+@pytest.mark.parametrize("conv_kernel, dtype", [(1, torch.float32), (2, torch.bfloat16), (4, torch.float32)], ids=str)
+def test_convolution(conv_kernel, dtype, masked, packed, has_state):
     """Outputs, the last inputs, and all gradients equal those of float64, in PyTorch."""
-    convolution, x, mask, seq_idx, state = make_convolution(kernel_size, dtype, packed, masked, has_state)
+    convolution, x, mask, seq_idx, state = make_convolution(conv_kernel, dtype, packed, masked, has_state)
     results = []
     for module in (convolution, copy.deepcopy(convolution).double()):
         leaves = [t.detach().to(module.weight.dtype).requires_grad_() for t in (x, state) if t is not None]
@@ -76,7 +76,7 @@ def test_convolution(kernel_size, dtype, masked, packed, has_state):
 
 def test_derivatives_of_a_layer():
     """A gradient penalty and a forward-mode tangent through convolution, decay and TSSA, as those of float64 in PyTorch."""
-    layer = TokenStatisticsSelfAttention(24, 3, causal=True, decay="token", conv_kernel=3)
+    layer = TokenStatisticsSelfAttention(24, 3, causal=True, decay_type="token", conv_kernel=3)
     for param in layer.parameters():
         torch.nn.init.normal_(param, 0.5, 0.3)
     x, tangent, mask = torch.randn(2, 9, 24), torch.randn(2, 9, 24), torch.ones(2, 9, dtype=torch.bool)

@@ -49,7 +49,7 @@ def make_workloads(device: str, batch: int, tokens: int, width: int, layers: int
         position_embedding_type="none",
         bos_token_id=None,
         eos_token_id=None,
-        forgetting="token",
+        decay_type="token",
         conv_kernel=4,
     )
     model = tost_hf.ToSTForCausalLM(config).to(device)

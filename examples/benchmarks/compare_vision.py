@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Trains vision models on CIFAR-10: the three trunks (`compare_vision`), and the paper's ablations (`ablations`)."""
+"""Trains vision models on CIFAR-10: three types of attention (`compare_vision`), and the paper's ablations (`ablations`)."""
 
 from dataclasses import dataclass
 
@@ -131,8 +131,8 @@ def compare(args, results: Results, variants: dict[str, dict]) -> None:
     results.print_means()
 
 
-TRUNKS = {"TSSA": "tssa", "XCA": "xca", "softmax": "softmax"}
-COMPARE_VISION = """The three trunks of the vision model on CIFAR-10: TSSA, cross-covariance (XCA) and softmax attention.
+ATTENTION_TYPES = {"TSSA": "tssa", "XCA": "xca", "softmax": "softmax"}
+COMPARE_VISION = """The types of attention of the vision model on CIFAR-10: TSSA, cross-covariance (XCA) and softmax attention.
 
 Only the attention over the patches differs; stem, positions, class attention, width, depth, data and steps are the same. The
 folder (or Hub id, uoft-cs/cifar10) has a training and a test split with an image and a label column. Images are flipped and
@@ -142,7 +142,7 @@ shifted by up to four pixels. Training takes minutes and is far from convergence
 
 @benchmark("compare_vision", COMPARE_VISION, add_arguments, trains=True, steps=300, learning_rates=(1e-3, 3e-3))
 def compare_vision(args, results: Results) -> None:
-    compare(args, results, {name: {"attention_type": attention_type} for name, attention_type in TRUNKS.items()})
+    compare(args, results, {name: {"attention_type": attention_type} for name, attention_type in ATTENTION_TYPES.items()})
 
 
 HEAD_DIMS = (16, 32, 64, 128)

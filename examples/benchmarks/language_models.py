@@ -16,13 +16,13 @@ NO_STATISTICS = "ToST conv, no statistics"
 HYBRID = "ToST hybrid"
 OPTIONS = {  # model name to options beyond the paper
     "ToST": {},
-    "ToST head": {"forgetting": "head"},
-    "ToST token": {"forgetting": "token"},
+    "ToST head": {"decay_type": "head"},
+    "ToST token": {"decay_type": "token"},
     "ToST conv": {"conv_kernel": CONV_KERNEL_SIZE},
-    "ToST conv head": {"conv_kernel": CONV_KERNEL_SIZE, "forgetting": "head"},
-    "ToST conv token": {"conv_kernel": CONV_KERNEL_SIZE, "forgetting": "token"},
+    "ToST conv head": {"conv_kernel": CONV_KERNEL_SIZE, "decay_type": "head"},
+    "ToST conv token": {"conv_kernel": CONV_KERNEL_SIZE, "decay_type": "token"},
     NO_STATISTICS: {"conv_kernel": CONV_KERNEL_SIZE},
-    HYBRID: {"conv_kernel": CONV_KERNEL_SIZE, "forgetting": "token"},
+    HYBRID: {"conv_kernel": CONV_KERNEL_SIZE, "decay_type": "token"},
 }
 BASELINES = ("GPT-2", "GPT-2 conv", "Mamba-2")
 MODELS = (*OPTIONS, *BASELINES)

@@ -173,7 +173,7 @@ OPERATORS = {
     "sdpa": Operator(attention, ("tokens", "tokens", "tokens"), is_tssa=False),
     "copy": Operator(lambda w, causal: w.clone(), ("tokens",), is_tssa=False),
 }
-DECAY_OPERATORS = {  # value of `forgetting` to the operator with this decay
+DECAY_OPERATORS = {  # value of `decay_type` to the operator with this decay
     "none": Operator(make_tssa("auto")),
     "head": Operator(make_tssa("auto"), ("tokens", "temp", "denom_bias", "head_decay")),
     "token": Operator(make_tssa("auto"), ("tokens", "temp", "denom_bias", "token_decay")),

@@ -9,7 +9,7 @@ with the `image_size` of each resolution. The models are interleaved, and the C 
 a forward pass and its peak memory beyond the loaded model (measured in a separate process).
 
 --training measures steps on batches of --batch images instead (forward, backward, fused AdamW), also of the XCA and softmax
-trunks, and the percentage of a step that the profiler attributes to matrix products and convolutions. TSSA's percentage is the
+models, and the percentage of a step that the profiler attributes to matrix products and convolutions. TSSA's percentage is the
 time of its operator alone, forward and backward, in all layers.
 """
 
@@ -23,7 +23,7 @@ from tost_hf import ToSTVisionConfig, ToSTVisionModel, tssa
 
 PATCH, LAYERS = 16, 12
 MODELS = ("ToST", "ViT")
-TRUNKS = {"ToST": "tssa", "XCA": "xca", "softmax": "softmax"}
+ATTENTION_TYPES = {"ToST": "tssa", "XCA": "xca", "softmax": "softmax"}
 PROFILED = {"matrix products": ("aten::mm", "aten::addmm", "aten::bmm"), "convolutions": ("convolution",)}
 
 
@@ -32,8 +32,8 @@ def build(name: str, side: int, preset: str, device: str, dtype):
     torch.manual_seed(0)
     size = {"image_size": side, "num_hidden_layers": LAYERS}
     config = ToSTVisionConfig.from_preset(f"tost-vision-{preset}-patch{PATCH}", **size)
-    if name in TRUNKS:
-        config.attention_type = TRUNKS[name]
+    if name in ATTENTION_TYPES:
+        config.attention_type = ATTENTION_TYPES[name]
         return ToSTVisionModel(config).eval().to(device, dtype)
     config = ViTConfig(
         hidden_size=config.hidden_size,
@@ -119,7 +119,7 @@ def profile_percentages(step, device: str) -> dict[str, float]:
 
 def report_training(sides, args, report: Report) -> None:
     for side in sides:
-        steps = {name: make_training_step(name, side, args) for name in (*TRUNKS, "ViT")}
+        steps = {name: make_training_step(name, side, args) for name in (*ATTENTION_TYPES, "ViT")}
         runs = steps | {"TSSA": make_operator_step(side, args)}
         seconds = measure(runs, args.repeats, device=args.device, warm_up=1 if args.device == "cpu" else 3)
         for name, step in steps.items():

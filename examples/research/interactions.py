@@ -42,7 +42,7 @@ LOCAL_PERCENTAGES = (0, 25, 50, 75, 100)  # % of the tokens that follow from the
 VOCAB_SIZE, NUM_PREFERRED, NUM_SUCCESSORS, DISTANCE = 32, 4, 2, 2
 LENGTH, SYNTHETIC_BATCH, SYNTHETIC_LEARNING_RATE = 96, 8, 1e-2
 LANGUAGE_MODELS = ("ToST", "GPT-2")
-TRUNKS = {"ToST": "tssa", "softmax": "softmax"}
+ATTENTION_TYPES = {"ToST": "tssa", "softmax": "softmax"}
 WORD_WINDOWS = (1, 2, 4, 16, 64)
 PATCH_WINDOWS = (1, 2, 4, 8)  # sides of a square; only those that divide the grid are used
 TEST_SEED = 1_000_000
@@ -163,7 +163,7 @@ def run_images(args, results: Results) -> None:
         for side in PATCH_WINDOWS
         if grid % side == 0
     }
-    for name, attention_type in TRUNKS.items():
+    for name, attention_type in ATTENTION_TYPES.items():
 
         def run(seed, learning_rate, attention_type=attention_type):
             model = make_classifier(training, attention_type=attention_type)

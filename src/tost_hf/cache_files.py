@@ -19,7 +19,7 @@ from .model.cache_tost import (
     check_layer_types,
     get_layer_type,
 )
-from .model.configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
+from .model.configuration_tost import FULL_ATTENTION, SLIDING_ATTENTION, TSSA
 from .model.modeling_tost import PREFILL_CHUNK_SIZE
 from .model.tssa import TSSAState
 
@@ -38,7 +38,7 @@ class StateBytes(NamedTuple):
 def state_bytes(config: PreTrainedConfig) -> StateBytes:
     """Bytes of the state of one sequence, for a float32 model of this configuration."""
     hidden_size, num_heads = config.hidden_size, config.num_attention_heads
-    num_layers = config.layer_types.count(CAUSAL_STATISTICS)
+    num_layers = config.layer_types.count(TSSA)
     conv_size = hidden_size * ((config.conv_kernel or 1) - 1)
     key_value_bytes = 4 * 2 * config.num_key_value_heads * config.head_dim  # per token and layer
     window_bytes = config.layer_types.count(SLIDING_ATTENTION) * ((config.sliding_window or 1) - 1) * key_value_bytes
@@ -166,7 +166,7 @@ def load_cache(
 def _collect_tensors(layer: Any, length: int) -> dict[str, torch.Tensor]:
     """The tensors to save of a layer after `length` tokens."""
     layer_type = get_layer_type(layer)
-    if layer_type == CAUSAL_STATISTICS:
+    if layer_type == TSSA:
         # sums are saved in the dtype of sum_sq, although the other two are float64 in memory
         return {name: x.to(layer.sum_sq.dtype) if name in STATE_NAMES else x for name, x in layer.tensors().items()}
     start, end = 0, length
@@ -180,7 +180,7 @@ def _collect_tensors(layer: Any, length: int) -> dict[str, torch.Tensor]:
 def layer_shapes(config: PreTrainedConfig, layer_type: str, length: int) -> dict[str, tuple[int, ...]]:
     """Names and shapes, without the batch dimension, of a layer's tensors after `length` tokens."""
     num_heads, head_dim = config.num_attention_heads, config.head_dim
-    if layer_type == CAUSAL_STATISTICS:
+    if layer_type == TSSA:
         conv_state = {} if config.conv_kernel is None else {"conv_state": (config.conv_kernel - 1, config.hidden_size)}
         return dict(zip(STATE_NAMES, ((num_heads, head_dim), (num_heads, head_dim), (num_heads,)))) | conv_state
     num_tokens = min(length, config.sliding_window - 1) if layer_type == SLIDING_ATTENTION else length
@@ -189,7 +189,7 @@ def layer_shapes(config: PreTrainedConfig, layer_type: str, length: int) -> dict
 
 def _fill_layer(layer: Any, tensors: dict[str, torch.Tensor], length: int) -> None:
     """Sets the tensors of an empty layer, named as in `layer_shapes`, and its number of tokens."""
-    if get_layer_type(layer) == CAUSAL_STATISTICS:
+    if get_layer_type(layer) == TSSA:
         state = TSSAState(*(tensors[name] for name in STATE_NAMES))
         layer.lazy_initialization(state)
         layer.set_state(state)

@@ -124,7 +124,7 @@ def convert_from_original(
     The folder contains `config.json`, `model.safetensors` and `generation_config.json` (language) or
     `preprocessor_config.json` (vision). It loads with `AutoModelForCausalLM` or `AutoModelForImageClassification`. Values and
     dtype of the tensors stay the same. The type of model and its sizes are inferred from the tensors; vision models are ToST
-    and its baselines, the same trunk with cross-covariance or softmax attention. Checkpoints have no tokenizer: the authors'
+    and its baselines, the same model with cross-covariance or softmax attention. Checkpoints have no tokenizer: the authors'
     models use GPT-2's.
 
     Args:

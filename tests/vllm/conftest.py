@@ -27,16 +27,16 @@ from tost_hf.model.base_tost import AUTO_MAPS
 
 
 VOCABULARY = 512
-TSSA, FULL, SLIDING = "tost_causal_statistics", "full_attention", "sliding_attention"
+TSSA, FULL, SLIDING = "tssa", "full_attention", "sliding_attention"
 # half of the channels rotate
 ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 ROPE |= {"partial_rotary_factor": 0.5}
 OPTIONS = {
     "published": {"tie_word_embeddings": True},
-    "conv_token": {"position_embedding_type": "none", "forgetting": "token", "conv_kernel": 4},
+    "conv_token": {"position_embedding_type": "none", "decay_type": "token", "conv_kernel": 4},
     "hybrid": {
         "position_embedding_type": "none",
-        "forgetting": "token",
+        "decay_type": "token",
         "conv_kernel": 4,
         "layer_types": [TSSA, FULL, TSSA, SLIDING],
         "sliding_window": 64,
@@ -48,7 +48,7 @@ OPTIONS = {
         "position_embedding_type": "none",
         "hidden_size": 75,
         "num_attention_heads": 5,
-        "forgetting": "head",
+        "decay_type": "head",
         "conv_kernel": 3,
     },
 }

@@ -110,16 +110,16 @@ def test_quantized(folders, engine):
 
 
 def test_embeddings_and_classes(folders, engine, tmp_path):
-    """vLLM pools the last token itself, so the trunk and the classifier have no code of their own for it."""
+    """vLLM pools the last token itself, so the base model and the classifier have no code of their own for it."""
     prompts = make_prompts(6)
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     for cls in (ToSTModel, ToSTForSequenceClassification):
         cls.from_pretrained(folders / "conv_token").eval().save_pretrained(tmp_path / cls.__name__)
         save_tokenizer(tmp_path / cls.__name__)
     llm = engine(tmp_path / "ToSTModel")
-    trunk = ToSTModel.from_pretrained(tmp_path / "ToSTModel")
+    base_model = ToSTModel.from_pretrained(tmp_path / "ToSTModel")
     for prompt, output in zip(prompts, llm.embed(inputs, use_tqdm=False)):
-        expected = trunk(torch.tensor([prompt])).last_hidden_state[0, -1]
+        expected = base_model(torch.tensor([prompt])).last_hidden_state[0, -1]
         torch.testing.assert_close(torch.tensor(output.outputs.embedding), expected / expected.norm())
     llm = engine(tmp_path / "ToSTForSequenceClassification")
     classifier = ToSTForSequenceClassification.from_pretrained(tmp_path / "ToSTForSequenceClassification")
@@ -137,7 +137,7 @@ DYNAMIC_ROPE = {
 }
 REJECTED = {
     "an encoder": (lambda: ToSTForMaskedLM(ToSTConfig(is_causal=False, **SMALL)), {}, "ToSTForMaskedLM, an encoder"),
-    "an encoder's trunk": (lambda: ToSTModel(ToSTConfig(is_causal=False, **SMALL)), {}, "ToSTModel, an encoder"),
+    "an encoder's base model": (lambda: ToSTModel(ToSTConfig(is_causal=False, **SMALL)), {}, "ToSTModel, an encoder"),
     "a classifier with mean pooling": (
         lambda: ToSTForSequenceClassification(ToSTConfig(pooling="mean", **SMALL)),
         {},

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Shortened tasks of Long Range Arena, trained in minutes: ToST, softmax and linear attention on one trunk.
+"""Shortened tasks of Long Range Arena, trained in minutes: ToST, softmax and linear attention in one model.
 
     python examples/benchmarks/run.py lra --imdb IMDB_FOLDER --wikitext WIKITEXT_FOLDER --images CIFAR10_FOLDER
 

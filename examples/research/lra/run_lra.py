@@ -55,7 +55,7 @@ class ModelArguments:
     config_overrides: str | None = HfArg(
         default=None,
         help="Changes to the task's configuration, such as hidden_size=64,mlp_type=ista. "
-        "Decay and the convolution are for causal models: is_causal=true,forgetting=token,conv_kernel=4.",
+        "Decay and the convolution are for causal models: is_causal=true,decay_type=token,conv_kernel=4.",
     )
 
 

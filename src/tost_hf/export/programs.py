@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from ..cache_files import layer_shapes
 from ..model.cache_tost import ToSTCache, get_layer_type
-from ..model.configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION
+from ..model.configuration_tost import SLIDING_ATTENTION, TSSA
 from ..model.inputs_tost import CACHE_NAME
 from ..model.modeling_tost_vision import ToSTVisionPreTrainedModel
 from ..model.tssa_reference import TSSAState
@@ -83,7 +83,7 @@ class LanguageProgram(ModelProgram):
         self.config = config
         if SLIDING_ATTENTION in config.layer_types:
             raise ValueError("Layers of sliding_attention cannot be exported yet; use full_attention.")
-        self.has_attention = set(config.layer_types) != {CAUSAL_STATISTICS}
+        self.has_attention = set(config.layer_types) != {TSSA}
         self.has_positions = config.position_embedding_type == "learned" or self.has_attention
         for i, layer_type in enumerate(config.layer_types):
             for name, shape in layer_shapes(config, layer_type, SAMPLE_SIZES[CACHED]).items():
@@ -95,7 +95,7 @@ class LanguageProgram(ModelProgram):
         if self.has_positions:
             self.inputs.append(TensorSpec("position_ids", "int64", token_shape))
         self.inputs += [spec._replace(name=PAST + spec.name) for spec in self.state]
-        num_statistics_layers = config.layer_types.count(CAUSAL_STATISTICS)
+        num_statistics_layers = config.layer_types.count(TSSA)
         self.outputs = [
             TensorSpec("logits", "float32", (*token_shape, config.vocab_size)),
             TensorSpec("memberships", "float32", (BATCH, num_statistics_layers, config.num_attention_heads, TOKENS)),
@@ -124,7 +124,7 @@ class LanguageProgram(ModelProgram):
         cache, tensors = ToSTCache(self.config), iter(state)
         cached_length = next((x.shape[2] for x in state if x.ndim == 4), 0)  # keys and values have 4 dimensions
         for layer in cast(list[Any], cache.layers):
-            if get_layer_type(layer) == CAUSAL_STATISTICS:
+            if get_layer_type(layer) == TSSA:
                 tssa_state = TSSAState(next(tensors), next(tensors), next(tensors))
                 layer.lazy_initialization(tssa_state)
                 layer.set_state(tssa_state)
@@ -139,7 +139,7 @@ class LanguageProgram(ModelProgram):
 def _state_tensors(cache: Cache) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     for layer in cast(list[Any], cache.layers):
-        is_statistics = get_layer_type(layer) == CAUSAL_STATISTICS
+        is_statistics = get_layer_type(layer) == TSSA
         tensors += layer.tensors().values() if is_statistics else (layer.keys, layer.values)
     return tensors
 

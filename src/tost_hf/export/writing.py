@@ -14,6 +14,7 @@ from ..cache_files import state_bytes
 from ..extras import require
 from ..files import EXPORT_DESCRIPTION, check_folder, staged_folder
 from ..hub.loading import load_config, load_fitting_tokenizer, load_model, load_processor, resolve_model_folder
+from ..model.configuration_tost import TSSA
 from .comparing import Agreement, compare
 from .onnx_program import save_onnx
 from .programs import PAST, PRESENT, LanguageProgram, ModelProgram, make_program
@@ -125,7 +126,7 @@ def make_metadata(program: ModelProgram, dtype: str) -> dict:
         metadata |= {name: config.to_dict()[name] for name in names}
         if config.position_embedding_type == "none":
             metadata["max_position_embeddings"] = None
-        metadata["statistics_layers"] = [i for i, kind in enumerate(config.layer_types) if "statistics" in kind]
+        metadata["statistics_layers"] = [i for i, kind in enumerate(config.layer_types) if kind == TSSA]
         metadata["num_attention_heads"] = config.num_attention_heads
         size = state_bytes(config)
         metadata |= {"state_bytes": size.saved, "state_bytes_per_token": size.per_token}

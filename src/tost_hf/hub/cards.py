@@ -19,7 +19,7 @@ from transformers.utils import CONFIG_NAME
 
 from ..cache_files import state_bytes
 from ..files import CURVES, is_weights_name, name_file_in_errors, staged_file
-from ..model.configuration_tost import BEYOND_PAPER, CAUSAL_STATISTICS
+from ..model.configuration_tost import BEYOND_PAPER, TSSA
 from .loading import IMAGE_PROCESSOR_FILES, empty_model, has_file, load_config, model_class
 from .results import CARD, Results, load_card, read_results
 
@@ -204,7 +204,7 @@ def describe(config: Any) -> dict[str, str]:
             growth = f", and {state.per_token:,} with every token" if state.per_token else ""
             description["state"] = f"{state.saved:,} bytes per sequence at any length ({state.in_memory:,} in memory){growth}"
         if options.pop("layer_types", None):
-            for layer_type in sorted({*config.layer_types} - {CAUSAL_STATISTICS}):
+            for layer_type in sorted({*config.layer_types} - {TSSA}):
                 numbers = [str(i) for i, x in enumerate(config.layer_types) if x == layer_type]
                 description["layers"] += f"; {layer_type} in {', '.join(numbers)} (counted from 0)"
     if (config.architectures or [""])[0].endswith("Classification"):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NORMALIZATIONS = ("tokens", "channels")
 """The values of `normalization` of `compression_terms`."""
-NO_DECAY = "This model has no decay (forgetting='none')."
+NO_DECAY = "This model has no decay (decay_type='none')."
 PRECISION = 0.01  # the squared epsilon of the published compression terms: c = p / 0.01 or n / 0.01
 
 
@@ -113,15 +113,15 @@ def token_decay(trace: ModelTrace) -> torch.Tensor:
 def half_life(source: "ModelTrace | PreTrainedModel") -> torch.Tensor:
     """Tokens after which a head's sum has decayed to half, ln 2 / -ln(decay): (B, L, H) of a trace, (L, H) of a model.
 
-    With forgetting="token" the logarithm is averaged over the real tokens of a sequence, so that a sum halves in this number
-    of tokens on average. With forgetting="head" the model can be passed in place of a trace.
+    With decay_type="token" the logarithm is averaged over the real tokens of a sequence, so that a sum halves in this number
+    of tokens on average. With decay_type="head" the model can be passed in place of a trace.
 
     ```python
     half_life(trace)[0].amax(-1)  # (L,): tokens, of the head with the longest memory
     ```
 
     Raises:
-        ValueError: the model has no decay; or a model with forgetting="token" is passed, whose decay depends on the tokens.
+        ValueError: the model has no decay; or a model with decay_type="token" is passed, whose decay depends on the tokens.
     """
     if isinstance(source, ModelTrace):
         num_tokens = source.mask.sum(1)[:, None, None]
@@ -131,7 +131,7 @@ def half_life(source: "ModelTrace | PreTrainedModel") -> torch.Tensor:
     if not biases:
         raise ValueError(NO_DECAY)
     if layers[0].forget_proj is not None:
-        raise ValueError("This model computes its decay from each token (forgetting='token'): pass a trace of a sequence.")
+        raise ValueError("This model computes its decay from each token (decay_type='token'): pass a trace of a sequence.")
     logits = torch.stack([bias.detach().cpu().double() for bias in biases])
     return math.log(2) / F.logsigmoid(logits).abs()
 

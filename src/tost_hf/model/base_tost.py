@@ -154,7 +154,7 @@ class ToSTBaseConfig(PreTrainedConfig):
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     def _load_model_class(self) -> type[PreTrainedModel]:
-        """The trunk's class, whose module imports all source files.
+        """The base model's class, whose module imports all source files.
 
         transformers copies remote code of a local folder into one module folder per class, with only the files that the class
         imports: those of a configuration lack the models.

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
 
-from .configuration_tost import CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION
+from .configuration_tost import FULL_ATTENTION, SLIDING_ATTENTION, TSSA
 from .tssa_reference import TSSAState, apply_decay, as_state, left_padding_indices, mask_padding, permute_tokens
 
 
@@ -40,7 +40,7 @@ class LayerState(NamedTuple):
     conv_state: torch.Tensor | None
 
 
-class CausalStatisticsLayer(CacheLayerMixin):
+class TSSACacheLayer(CacheLayerMixin):
     """The recurrent state of one causal TSSA layer.
 
     `sum_sq` and `sum_weighted_sq` are (B, H, p), `sum_membership` is (B, H); None until the first update. They have the dtypes
@@ -68,7 +68,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
     ```
     """
 
-    _layer_type = CAUSAL_STATISTICS
+    _layer_type = TSSA
     is_croppable = True
     supports_early_init = False  # early initialization assumes the shapes of keys and values
 
@@ -91,10 +91,10 @@ class CausalStatisticsLayer(CacheLayerMixin):
     @property
     def state(self) -> TSSAState | None:
         """A copy of the recurrent state, which later tokens do not change; None before the first token."""
-        state = self.load_state()
+        state = self.current_state()
         return None if state is None else TSSAState(*(x.clone() for x in state))
 
-    def load_state(self) -> TSSAState | None:
+    def current_state(self) -> TSSAState | None:
         """The recurrent state for the next tokens, which may update it in place; None before the first token."""
         if not self.is_initialized:
             return None
@@ -105,7 +105,7 @@ class CausalStatisticsLayer(CacheLayerMixin):
         return state
 
     @property
-    def may_be_overwritten(self) -> bool:
+    def can_update_in_place(self) -> bool:
         """Whether a step may update the recurrent state in place: neither other tensors nor a backward pass use it."""
         if not self.is_initialized or self.record_past or torch.is_grad_enabled():
             return False
@@ -315,8 +315,8 @@ class CausalStatisticsLayer(CacheLayerMixin):
             self._move(self.device)
 
 
-class StaticCausalStatisticsLayer(CausalStatisticsLayer, StaticLayer):  # type: ignore[override, misc]
-    """`CausalStatisticsLayer` in a `StaticCache`; no method of `StaticLayer` is used.
+class StaticTSSACacheLayer(TSSACacheLayer, StaticLayer):  # type: ignore[override, misc]
+    """`TSSACacheLayer` in a `StaticCache`; no method of `StaticLayer` is used.
 
     `CacheLayerMixin` registers subclasses that have a `_layer_type`: subclasses of `StaticLayer` for static caches, others for
     dynamic caches.
@@ -392,14 +392,14 @@ class ToSTCache(Cache):
             raise ValueError("An encoder (is_causal=False) processes the whole sequence at once, so it has no cache.")
         layers = DynamicCache(config=config).layers
         # of this module's class: the registered one may be that of remote code
-        layers = [CausalStatisticsLayer() if get_layer_type(layer) == CAUSAL_STATISTICS else layer for layer in layers]
+        layers = [TSSACacheLayer() if get_layer_type(layer) == TSSA else layer for layer in layers]
         super().__init__(layers)
 
 
 def get_layer_type(layer: object) -> str | None:
     """The type of a cache layer as in a configuration's `layer_types`; None for layers of other models."""
-    if getattr(layer, "_layer_type", None) == CAUSAL_STATISTICS:
-        return CAUSAL_STATISTICS
+    if getattr(layer, "_layer_type", None) == TSSA:
+        return TSSA
     if isinstance(layer, DynamicLayer | StaticLayer):
         return SLIDING_ATTENTION if layer.is_sliding else FULL_ATTENTION
     return None
@@ -413,9 +413,9 @@ def check_layer_types(cache: Cache, expected: list[str] | None = None) -> None:
     if not isinstance(cache, Cache):
         raise TypeError(f"past_key_values must be a transformers Cache such as ToSTCache, got {type(cache).__name__}.")
     layer_types = [get_layer_type(layer) for layer in cache.layers]
-    has_tssa = expected is None or CAUSAL_STATISTICS in expected
+    has_tssa = expected is None or TSSA in expected
     for layer_type, layer in zip(layer_types, cache.layers):
-        if layer_type is None or (has_tssa and CAUSAL_STATISTICS not in layer_types):
+        if layer_type is None or (has_tssa and TSSA not in layer_types):
             raise ValueError(
                 f"past_key_values contains {type(layer).__name__}s of another kind of model; a ToST model needs "
                 "ToSTCache(config) or DynamicCache(config=model.config)."
@@ -440,7 +440,7 @@ def check_cache(cache: Cache, config: PreTrainedConfig, batch_size: int) -> None
         cache.layer_class_to_replicate = None
     # `assistant_early_exit` lowers the number of the model's layers, and in older versions of transformers not the cache's
     check_layer_types(cache, config.layer_types[: max(config.num_hidden_layers, len(getattr(cache, "layers", ())))])
-    tssa_layers = (cast(CausalStatisticsLayer, layer) for layer in cache.layers if get_layer_type(layer) == CAUSAL_STATISTICS)
+    tssa_layers = (cast(TSSACacheLayer, layer) for layer in cache.layers if get_layer_type(layer) == TSSA)
     layer = next(tssa_layers, None)  # there may be none before an early exit
     if layer is None or not layer.is_initialized:
         return

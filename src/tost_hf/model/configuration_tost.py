@@ -9,10 +9,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .base_tost import ToSTBaseConfig, check_fields
 
 
-# Layer types, by which transformers' caches choose their layer classes. In memory TSSA layers are CAUSAL_STATISTICS, because
+# Layer types, by which transformers' caches choose their layer classes. In memory TSSA layers are TSSA, because
 # the cache layer of "linear_attention" cannot crop a recurrent state, has no sequence length, and is the same for every model.
 # Files have transformers' name: tokenizers and Trainer read any `config.json` as a `PreTrainedConfig`, which rejects others.
-CAUSAL_STATISTICS, LINEAR_ATTENTION = "tost_causal_statistics", "linear_attention"
+TSSA, LINEAR_ATTENTION = "tssa", "linear_attention"
+TSSA_NAMES = (LINEAR_ATTENTION, "tost_causal_statistics")  # the second in files of version 0.2
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -25,7 +26,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 # logits of windows of this length, which take 1.65 GB in float32 (26 GB for 131,072 tokens).
 MAX_TEXT_LENGTH = 8192
 _PLUS_FIELDS = {
-    "forgetting": "token",
+    "decay_type": "token",
     "conv_kernel": 4,
     "position_embedding_type": "none",
     "max_position_embeddings": MAX_TEXT_LENGTH,
@@ -33,15 +34,13 @@ _PLUS_FIELDS = {
 PRESETS |= {
     "tost-plus-base": PRESETS["tost-base"] | _PLUS_FIELDS,
     "tost-plus-medium": PRESETS["tost-medium"] | _PLUS_FIELDS,
-    "tost-hybrid-base": PRESETS["tost-base"]
-    | _PLUS_FIELDS
-    | {"layer_types": ([CAUSAL_STATISTICS] * 3 + [FULL_ATTENTION]) * 3},
+    "tost-hybrid-base": PRESETS["tost-base"] | _PLUS_FIELDS | {"layer_types": ([TSSA] * 3 + [FULL_ATTENTION]) * 3},
 }
 
-BEYOND_PAPER = ("forgetting", "conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters")
+BEYOND_PAPER = ("decay_type", "conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters")
 # all options, with the values of the published models; `get_option_defaults` adds those that depend on other fields
 OPTION_DEFAULTS: dict[str, Any] = dict.fromkeys(BEYOND_PAPER)
-OPTION_DEFAULTS |= {"forgetting": "none", "is_causal": True, "pooling": None, "position_embedding_type": "learned"}
+OPTION_DEFAULTS |= {"decay_type": "none", "is_causal": True, "pooling": None, "position_embedding_type": "learned"}
 
 DECAY_TYPES = ("none", "head", "token")
 POOLING_TYPES = ("mean", "first", "last")
@@ -76,12 +75,12 @@ class ToSTConfig(ToSTBaseConfig):
         embedding_dropout: dropout on the embedded tokens. Also `embd_pdrop`.
         initializer_range: standard deviation of initial weights; divided by sqrt(2 * `num_hidden_layers`) for the two output
             projections of a block.
-        forgetting: decay of the recurrent state: "none", as published, "head" (learned, per head) or "token" (computed from
+        decay_type: decay of the recurrent state: "none", as published, "head" (learned, per head) or "token" (computed from
             each token, per head).
         conv_kernel: kernel size of the short causal convolution on each attention layer's normalized input; None for no
             convolution, as published.
         layer_types: type of each layer: "linear_attention" for TSSA, "full_attention" or "sliding_attention". At least one
-            layer must be of the first type, which the attribute lists as "tost_causal_statistics", the type of its cache
+            layer must be of the first type, which the attribute lists as "tssa", the type of its cache
             layer. By default all are, as published.
         sliding_window: number of tokens that a "sliding_attention" layer attends to, including the current one.
         num_key_value_heads: number of key and value heads of the attention layers; must divide `num_attention_heads`, which
@@ -116,6 +115,7 @@ class ToSTConfig(ToSTBaseConfig):
     model_type = "tost"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # its name before and since transformers 5.24
     attribute_map = ToSTBaseConfig.attribute_map | {
+        "forgetting": "decay_type",  # its name in earlier versions
         "n_embd": "hidden_size",
         "n_head": "num_attention_heads",
         "n_layer": "num_hidden_layers",
@@ -137,7 +137,7 @@ class ToSTConfig(ToSTBaseConfig):
     attention_dropout: float | int = 0.0
     embedding_dropout: float | int = 0.0
     initializer_range: float | int = 0.02
-    forgetting: str = "none"
+    decay_type: str = "none"
     conv_kernel: int | None = None
     layer_types: list[str] | None = None
     sliding_window: int | None = None
@@ -170,8 +170,8 @@ class ToSTConfig(ToSTBaseConfig):
         if self.max_position_embeddings is None:
             self._set_text_length()
         if self.layer_types is None:
-            self.layer_types = [CAUSAL_STATISTICS] * self.num_hidden_layers
-        self.layer_types = [CAUSAL_STATISTICS if name == LINEAR_ATTENTION else name for name in self.layer_types]
+            self.layer_types = [TSSA] * self.num_hidden_layers
+        self.layer_types = [TSSA if name in TSSA_NAMES else name for name in self.layer_types]
         if len(self.layer_types) > self.num_hidden_layers:
             raise ValueError(
                 f"layer_types names {len(self.layer_types)} layers, but num_hidden_layers is {self.num_hidden_layers}."
@@ -208,8 +208,8 @@ class ToSTConfig(ToSTBaseConfig):
                 f"position_embedding_type must be one of {', '.join(POSITION_EMBEDDING_TYPES)}, got "
                 f"{self.position_embedding_type!r}."
             )
-        if self.forgetting not in DECAY_TYPES:
-            raise ValueError(f"forgetting must be one of {', '.join(DECAY_TYPES)}, got {self.forgetting!r}.")
+        if self.decay_type not in DECAY_TYPES:
+            raise ValueError(f"decay_type must be one of {', '.join(DECAY_TYPES)}, got {self.decay_type!r}.")
         if self.conv_kernel is not None and not 2 <= self.conv_kernel <= MAX_CONV_KERNEL:
             raise ValueError(f"conv_kernel must be from 2 to {MAX_CONV_KERNEL}, or None for none, got {self.conv_kernel}.")
         self.validate_layer_type()
@@ -229,13 +229,13 @@ class ToSTConfig(ToSTBaseConfig):
     def validate_layer_type(self):
         """As in transformers, for the types of this model."""
         layer_types = cast("list[str]", self.layer_types)
-        supported = (CAUSAL_STATISTICS, FULL_ATTENTION, SLIDING_ATTENTION)
+        supported = (TSSA, FULL_ATTENTION, SLIDING_ATTENTION)
         if unknown := [layer_type for layer_type in layer_types if layer_type not in supported]:
             raise ValueError(f"layer_types must be among {', '.join((LINEAR_ATTENTION, *supported))}, got {unknown[0]!r}.")
         # more after `num_hidden_layers` was lowered, which other models of transformers allow as well
         if len(layer_types) < self.num_hidden_layers:
             raise ValueError(f"layer_types must name every layer: it names {len(layer_types)} of {self.num_hidden_layers}.")
-        if CAUSAL_STATISTICS not in layer_types:
+        if TSSA not in layer_types:
             raise ValueError(f"layer_types must contain {LINEAR_ATTENTION} (TSSA) at least once.")
 
     def _check_attention_layers(self):
@@ -268,7 +268,7 @@ class ToSTConfig(ToSTBaseConfig):
     def get_option_defaults(self) -> dict[str, Any]:
         """The options and their values in published models."""
         return OPTION_DEFAULTS | {
-            "layer_types": [CAUSAL_STATISTICS] * len(cast("list[str]", self.layer_types)),
+            "layer_types": [TSSA] * len(cast("list[str]", self.layer_types)),
             "num_key_value_heads": self.num_attention_heads,
             "pooling": "last" if self.is_causal else None,
         }
@@ -277,7 +277,7 @@ class ToSTConfig(ToSTBaseConfig):
         """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
         fields = super().to_dict()
         if "layer_types" in fields:
-            names = {CAUSAL_STATISTICS: LINEAR_ATTENTION}
+            names = {TSSA: LINEAR_ATTENTION}
             layer_types = fields["layer_types"][: self.num_hidden_layers]
             fields["layer_types"] = [names.get(layer_type, layer_type) for layer_type in layer_types]
         return fields
@@ -285,7 +285,7 @@ class ToSTConfig(ToSTBaseConfig):
     def _make_tp_plan(self) -> dict[str, str]:
         """How transformers' tensor parallelism shards the heads; "tost_heads" is a style of tost_hf.parallel.tensor."""
         colwise = ["self_attn.in_proj", "mlp.up_proj"]
-        if self.forgetting == "token":
+        if self.decay_type == "token":
             colwise.append("self_attn.forget_proj")
         if self.has_attention:
             colwise += [f"self_attn.{name}_proj" for name in "qkv"]
@@ -296,12 +296,12 @@ class ToSTConfig(ToSTBaseConfig):
     @property
     def uses_rope(self) -> bool:
         """Whether the model has softmax attention layers with rotary positions."""
-        return self.position_embedding_type == "none" and set(cast("list[str]", self.layer_types)) != {CAUSAL_STATISTICS}
+        return self.position_embedding_type == "none" and set(cast("list[str]", self.layer_types)) != {TSSA}
 
     @property
     def has_attention(self) -> bool:
         """Whether some layers are softmax attention."""
-        return set(cast("list[str]", self.layer_types)[: self.num_hidden_layers]) != {CAUSAL_STATISTICS}
+        return set(cast("list[str]", self.layer_types)[: self.num_hidden_layers]) != {TSSA}
 
     @property
     def head_dim(self) -> int:
@@ -312,10 +312,10 @@ class ToSTConfig(ToSTBaseConfig):
 __all__ = [
     "BATCH_DEPENDENT_ROPE_TYPES",
     "BEYOND_PAPER",
-    "CAUSAL_STATISTICS",
     "FULL_ATTENTION",
     "OPTION_DEFAULTS",
     "PRESETS",
     "SLIDING_ATTENTION",
+    "TSSA",
     "ToSTConfig",
 ]

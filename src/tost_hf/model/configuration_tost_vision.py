@@ -46,7 +46,7 @@ class ToSTVisionConfig(BackboneConfigMixin, ToSTBaseConfig):
         patch_size: side of a patch, a power of two from 2 to 32: the stem halves the image once for each factor of two and
             doubles its channels, up to `hidden_size`.
         num_channels: channels of an image.
-        attention_type: "tssa", or one of the paper's baselines on the same trunk: "xca" (cross-covariance attention, XCiT) or
+        attention_type: "tssa", or one of the paper's baselines in the same model: "xca" (cross-covariance attention, XCiT) or
             "softmax" (plain attention).
         normalize_patch_tokens: whether a class-attention block normalizes the patch tokens as well as the class token before
             its MLP, as all released models do (`tokens_norm` in the authors' code).

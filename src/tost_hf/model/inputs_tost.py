@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .cache_tost import ToSTCache, check_cache
-from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
+from .configuration_tost import SLIDING_ATTENTION, TSSA, ToSTConfig
 from .tssa_reference import is_traced, sequence_starts
 
 
@@ -41,7 +41,7 @@ def rename_cache(options: dict[str, Any], name: str = CACHE_NAME) -> None:
 
 
 def accept_cache(forward: Callable) -> Callable:
-    """Lets the trunk's `forward`, to which the heads pass all names, accept `past_key_values` as `cache` as well.
+    """Lets the base model's `forward`, to which the heads pass all names, accept `past_key_values` as `cache` as well.
 
     Raises:
         TypeError: an argument of another name holds a cache. It would be ignored, and each token processed without a state.
@@ -108,7 +108,7 @@ def resolve_inputs(
         past_length = int(past_length)  # of a static cache
     prepared_masks = attention_mask if isinstance(attention_mask, dict) else None
     if prepared_masks is not None:
-        attention_mask = prepared_masks[CAUSAL_STATISTICS]
+        attention_mask = prepared_masks[TSSA]
     full_mask = _check_mask(cast(torch.Tensor | None, attention_mask), B, T, past_length)
     mask = None if full_mask is None else full_mask[:, -T:]
     if position_ids is not None:
@@ -282,7 +282,7 @@ def create_causal_mask_mapping(
             does not support it.
     """
     layer_types = dict.fromkeys(config.layer_types[: config.num_hidden_layers])
-    layer_types.pop(CAUSAL_STATISTICS, None)
+    layer_types.pop(TSSA, None)
     if not layer_types:
         return {}
     # imported here, so that models without such layers load even if transformers moves this module

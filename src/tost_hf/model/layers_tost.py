@@ -23,18 +23,20 @@ from .tssa_reference import convolve as convolve_reference
 class ShortConvolution(nn.Module):
     """A causal depthwise convolution over the inputs of a layer, with a residual connection.
 
-        y_t = x_t + sum_{j < kernel_size} weight_j x_{t-j}
+        y_t = x_t + sum_{j < conv_kernel} weight_j x_{t-j}
 
     `t - j` counts the real tokens of one sequence: padding is skipped, packed sequences are independent, and there are zeros
-    before the first token. The state of a sequence is its last `kernel_size - 1` inputs.
+    before the first token. The state of a sequence is its last `conv_kernel - 1` inputs.
 
-    `weight` (D, kernel_size) is initialized to 0, so that the output equals the input.
+    `weight` (D, conv_kernel) is initialized to 0, so that the output equals the input. Unlike in causal-conv1d and fla's
+    `ShortConvolution`, the first column is the current token's, which is the last one there, there is the residual connection,
+    and neither a bias nor an activation.
     """
 
-    def __init__(self, hidden_size: int, kernel_size: int):
+    def __init__(self, hidden_size: int, conv_kernel: int):
         super().__init__()
-        self.kernel_size = kernel_size
-        self.weight = nn.Parameter(torch.zeros(hidden_size, kernel_size))
+        self.conv_kernel = conv_kernel
+        self.weight = nn.Parameter(torch.zeros(hidden_size, conv_kernel))
 
     def forward(
         self,
@@ -49,29 +51,26 @@ class ShortConvolution(nn.Module):
             hidden_states: (B, T, D).
             mask: (B, T), true or 1 at real tokens; None if all are.
             seq_idx: (B, T), sequence numbers of packed sequences.
-            conv_state: the last `kernel_size - 1` inputs before these tokens, (B, kernel_size - 1, D); None at the start of
+            conv_state: the last `conv_kernel - 1` inputs before these tokens, (B, conv_kernel - 1, D); None at the start of
                 a sequence.
 
         Returns:
-            The convolved tokens (B, T, D), and the last `kernel_size - 1` real inputs (B, kernel_size - 1, D), oldest first.
+            The convolved tokens (B, T, D), and the last `conv_kernel - 1` real inputs (B, conv_kernel - 1, D), oldest first.
         """
         mask = None if mask is None else mask.bool()
         seq_idx = None if seq_idx is None else sequence_starts(seq_idx).cumsum(1)  # as numbers may repeat
         inputs = hidden_states, self.weight, mask, seq_idx, conv_state
-        if (
-            hidden_states.device.type == "cpu"
-            and hidden_states.dtype == self.weight.dtype != torch.float16
-            and not has_tangent(hidden_states, self.weight, conv_state)
-            and choose_kernels(hidden_states.unsqueeze(-2), None, "step" if hidden_states.shape[1] == 1 else "causal")
-            == "numba"
-        ):
-            from .tssa_cpu import convolve
+        if hidden_states.device.type == "cpu" and hidden_states.dtype == self.weight.dtype != torch.float16:
+            form = "step" if hidden_states.shape[1] == 1 else "causal"
+            kernels = choose_kernels(hidden_states.unsqueeze(-2), None, form)
+            if kernels == "numba" and not has_tangent(hidden_states, self.weight, conv_state):
+                from .tssa_cpu import convolve
 
-            return convolve(*inputs)
+                return convolve(*inputs)
         return convolve_reference(*inputs)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, kernel_size={self.kernel_size}"
+        return f"{self.weight.shape[0]}, conv_kernel={self.conv_kernel}"
 
 
 # MLP ------------------------------------------------------------------------------------------------------------------
@@ -147,8 +146,8 @@ class TokenStatisticsSelfAttention(nn.Module):
         out_bias: whether the output projection has a bias.
         attention_dropout: dropout on 1 / (1 + moment), as in the paper's code.
         hidden_dropout: dropout after the output projection.
-        decay: decay of the recurrent state: "none", "head" (learned for each head) or "token" (computed for each head from
-            each token); causal form only.
+        decay_type: decay of the recurrent state: "none", "head" (learned for each head) or "token" (computed for each head
+            from each token); causal form only.
         conv_kernel: kernel size of the `ShortConvolution` on the layer's input; None for none. Causal form only.
         backend: as in `tssa`; can be changed later.
 
@@ -156,7 +155,7 @@ class TokenStatisticsSelfAttention(nn.Module):
     module is cast to.
 
     Raises:
-        ValueError: the bidirectional form has a `decay` or `conv_kernel`.
+        ValueError: the bidirectional form has a `decay_type` or `conv_kernel`.
 
     Example:
 
@@ -180,14 +179,14 @@ class TokenStatisticsSelfAttention(nn.Module):
         out_bias: bool = False,
         attention_dropout: float = 0.0,
         hidden_dropout: float = 0.0,
-        decay: str = "none",
+        decay_type: str = "none",
         conv_kernel: int | None = None,
         backend: str | None = None,
     ):
         super().__init__()
         self.operators = LayerOperators()
-        if not causal and (decay != "none" or conv_kernel is not None):
-            raise ValueError("decay and conv_kernel belong to the causal form; bidirectional TSSA has neither.")
+        if not causal and (decay_type != "none" or conv_kernel is not None):
+            raise ValueError("decay_type and conv_kernel belong to the causal form; bidirectional TSSA has neither.")
         self.backend = backend
         self.num_heads = num_attention_heads
         self.head_dim = hidden_size // num_attention_heads
@@ -204,9 +203,9 @@ class TokenStatisticsSelfAttention(nn.Module):
         if max_position_embeddings is not None:
             self.denom_bias = nn.Parameter(torch.zeros(num_attention_heads, max_position_embeddings, 1, dtype=dtype))
         self.forget_bias = self.forget_proj = None
-        if decay != "none":
+        if decay_type != "none":
             self.forget_bias = nn.Parameter(initial_decay_bias(num_attention_heads).to(dtype))
-        if decay == "token":
+        if decay_type == "token":
             self.forget_proj = nn.Linear(hidden_size, num_attention_heads, bias=False)
             nn.init.zeros_(self.forget_proj.weight)
 
@@ -251,7 +250,7 @@ class TokenStatisticsSelfAttention(nn.Module):
             attention_mask: (B, T), true or 1 at real tokens; does not include tokens in the cache.
             position_ids: (B, T), indices into `denom_bias`; required if the layer has one.
             seq_idx: (B, T), packed sequences; see `tssa`.
-            past_key_values: a cache of `CausalStatisticsLayer`s, which is read and updated.
+            past_key_values: a cache of `TSSACacheLayer`s, which is read and updated.
 
         Returns:
             The output (B, T, D) and the membership (B, H, T).
@@ -283,7 +282,7 @@ class TokenStatisticsSelfAttention(nn.Module):
 
     def _compute_statistics(self, w, positions, log_decay, mask, seq_idx, cache_layer) -> TSSAOutput:
         """Runs the operator, or its one-token step when decoding with a cache layer."""
-        state = None if cache_layer is None else cache_layer.load_state()
+        state = None if cache_layer is None else cache_layer.current_state()
         bias = None if self.denom_bias is None else self.denom_bias.squeeze(-1).t()
         if cache_layer is None or w.shape[1] > 1:
             return self.operators.tssa(
@@ -308,7 +307,7 @@ class TokenStatisticsSelfAttention(nn.Module):
             initial_state=state,
             log_decay=log_decay,
             backend=self.backend,
-            in_place=cache_layer.may_be_overwritten,
+            in_place=cache_layer.can_update_in_place,
         )
         return TSSAOutput(output.unsqueeze(1), membership.unsqueeze(-1), state)
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""ToST text models: the trunk (causal or bidirectional), the language model and the other heads."""
+"""ToST text models: the base model (causal or bidirectional), the language model and the other heads."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .base_tost import ToSTBaseModel, add_class_names
-from .configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
+from .configuration_tost import SLIDING_ATTENTION, TSSA, ToSTConfig
 from .inputs_tost import CACHE_NAME, accept_cache, check_prompt, create_causal_mask_mapping, rename_cache, resolve_inputs
 from .layers_tost import (
     MLP,
@@ -188,7 +188,7 @@ def _make_tssa(config: ToSTConfig, layer_idx: int) -> TokenStatisticsSelfAttenti
         out_bias=config.use_bias,
         attention_dropout=config.attention_dropout,
         hidden_dropout=config.hidden_dropout,
-        decay=config.forgetting,
+        decay_type=config.decay_type,
         conv_kernel=config.conv_kernel,
     )
 
@@ -203,7 +203,7 @@ class ToSTDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         hidden_size, bias = config.hidden_size, config.use_bias
         self.input_layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps, bias=bias)
-        self.is_softmax_attention = cast(list, config.layer_types)[layer_idx] != CAUSAL_STATISTICS
+        self.is_softmax_attention = cast(list, config.layer_types)[layer_idx] != TSSA
         self.self_attn = ToSTAttention(config, layer_idx) if self.is_softmax_attention else _make_tssa(config, layer_idx)
         self.attention_layer_scale = nn.Parameter(torch.full((hidden_size,), float(config.layer_scale_init_value)))
         self.post_attention_layernorm = nn.LayerNorm(hidden_size, eps=config.layer_norm_eps, bias=bias)
@@ -307,14 +307,14 @@ class ToSTPreTrainedModel(ToSTBaseModel):
             raise ValueError("This model has no position tables to resize, and no limit.")
         if not isinstance(new_num_position_embeddings, int) or new_num_position_embeddings < 1:
             raise ValueError(f"The number of positions must be a positive integer, got {new_num_position_embeddings!r}.")
-        trunk = cast("ToSTModel", self.base_model)
-        table = cast(nn.Embedding, trunk.embed_positions)
+        base_model = cast("ToSTModel", self.base_model)
+        table = cast(nn.Embedding, base_model.embed_positions)
         table.weight = _resize_positions(cast(nn.Parameter, table.weight), 0, new_num_position_embeddings)
         table.num_embeddings = new_num_position_embeddings
-        for layer in trunk.modules():
+        for layer in base_model.modules():
             if isinstance(layer, TokenStatisticsSelfAttention) and layer.denom_bias is not None:
                 layer.denom_bias = _resize_positions(layer.denom_bias, 1, new_num_position_embeddings)
-        self.config.max_position_embeddings = trunk.config.max_position_embeddings = new_num_position_embeddings
+        self.config.max_position_embeddings = base_model.config.max_position_embeddings = new_num_position_embeddings
 
 
 def _resize_positions(table: nn.Parameter, dim: int, size: int) -> nn.Parameter:
@@ -331,7 +331,7 @@ def _resize_positions(table: nn.Parameter, dim: int, size: int) -> nn.Parameter:
 
 
 class ToSTModel(ToSTPreTrainedModel):
-    """The ToST trunk: embeddings, TSSA blocks, a final LayerNorm.
+    """The ToST model without a head: embeddings, TSSA blocks, a final LayerNorm.
 
     Example:
 
@@ -370,7 +370,7 @@ class ToSTModel(ToSTPreTrainedModel):
         cu_seq_lens_q: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ToSTModelOutputWithPast:
-        """Runs the trunk.
+        """Runs the base model.
 
         Args:
             input_ids: (B, T) token ids; required without `inputs_embeds`.
@@ -653,7 +653,7 @@ class ToSTForCausalLM(ToSTPreTrainedModel, GenerationMixin):
         past_length = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         mask = None if attention_mask is None else attention_mask.bool()
         masks = create_causal_mask_mapping(config, inputs_embeds, mask, None, past_key_values, past_length)
-        return {CAUSAL_STATISTICS: new_mask, **masks}
+        return {TSSA: new_mask, **masks}
 
 
 # Other heads ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""ToST vision models: XCiT's trunk with TSSA in place of cross-covariance attention, and the paper's two baselines."""
+"""ToST vision models: XCiT with TSSA in place of cross-covariance attention, and the paper's two baselines."""
 
 import itertools
 import math
@@ -305,8 +305,8 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
     """
 
     config: ToSTVisionConfig
-    # names of modules are part of checkpoints: here they are those of transformers' ViT (`attention`, `classifier`, the trunk
-    # named after the model), in text models those of its decoders (`self_attn`, `score`, `lm_head`, the trunk named `model`)
+    # names of modules are part of checkpoints: here they are those of transformers' ViT (`attention`, `classifier`, a base
+    # model named after its type), in text models those of its decoders (`self_attn`, `score`, `lm_head`, `model`)
     base_model_prefix = "tost"
     main_input_name = "pixel_values"
     input_modalities = ("image",)  # type: ignore[assignment]  # a tuple as in transformers' own models
@@ -343,7 +343,7 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
 
 
 class ToSTVisionModel(ToSTVisionPreTrainedModel):
-    """The ToST vision trunk: convolutional stem, TSSA blocks over the patches, class-attention blocks, final LayerNorm.
+    """The ToST vision model without a head: stem, TSSA blocks over the patches, class-attention blocks, final LayerNorm.
 
     Example:
 
@@ -374,7 +374,7 @@ class ToSTVisionModel(ToSTVisionPreTrainedModel):
         interpolate_pos_encoding: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> ToSTVisionModelOutput:
-        """Runs the trunk.
+        """Runs the base model.
 
         Args:
             pixel_values: (B, C, height, width), both sides multiples of the patch size.

@@ -330,8 +330,8 @@ def convolve(
     conv_state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`layers_tost.ShortConvolution` of tokens x (B, T, D), with weight (D, K) and packed sequences numbered from 1."""
-    kernel_size, T = weight.shape[1], x.shape[1]
-    state_len = kernel_size - 1
+    conv_kernel, T = weight.shape[1], x.shape[1]
+    state_len = conv_kernel - 1
     seq_idx = None if seq_idx is None else F.pad(seq_idx, (state_len, 0))
     window = F.pad(x, (0, 0, state_len, 0)) if conv_state is None else torch.cat([conv_state.to(x.dtype), x], 1)
     indices = None
@@ -341,7 +341,7 @@ def convolve(
         seq_idx = None if seq_idx is None else permute_tokens(seq_idx, indices)
     weights = weight.unbind(1)
     output = window[:, state_len:] * (1 + weights[0])
-    for j in range(1, kernel_size):
+    for j in range(1, conv_kernel):
         earlier = window[:, state_len - j : state_len - j + T]
         if seq_idx is not None:
             is_other_sequence = seq_idx[:, state_len - j : state_len - j + T] != seq_idx[:, state_len:]

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ..model.configuration_tost import BATCH_DEPENDENT_ROPE_TYPES, CAUSAL_STATISTICS, ToSTConfig
+from ..model.configuration_tost import BATCH_DEPENDENT_ROPE_TYPES, TSSA, ToSTConfig
 from ..model.inputs_tost import create_causal_mask_mapping, resolve_inputs
 from ..model.layers_tost import LayerOperators, ShortConvolution, TokenStatisticsSelfAttention
 from ..model.modeling_tost import ToSTAttention, ToSTForCausalLM, ToSTModel
@@ -187,7 +187,7 @@ def _shard_inputs(mesh: DeviceMesh, base_model: ToSTModel, args: tuple, kwargs: 
     full_inputs = resolve_inputs(
         base_model.config,
         embeds,
-        attention_mask={CAUSAL_STATISTICS: inputs.pop("attention_mask", None)},  # a dict, so that no other masks are built
+        attention_mask={TSSA: inputs.pop("attention_mask", None)},  # a dict, so that no other masks are built
         past_key_values=None,
         use_cache=False,
         **{name: inputs.pop(name, None) for name in ("position_ids", "seq_idx", "cu_seq_lens_q")},
@@ -209,7 +209,7 @@ def _shard_inputs(mesh: DeviceMesh, base_model: ToSTModel, args: tuple, kwargs: 
             cast(Cache, key_values),
             past_length=0,
         )
-        masks |= {CAUSAL_STATISTICS: shard_inputs["attention_mask"], "key_values": key_values}
+        masks |= {TSSA: shard_inputs["attention_mask"], "key_values": key_values}
         shard_inputs["attention_mask"] = masks
     return (), inputs | shard_inputs | {"use_cache": False}
 
@@ -406,7 +406,7 @@ def convolve_context_parallel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ShortConvolution` of one shard of the tokens, (B, shard length, D), with the last inputs of the previous shards."""
     B, T, D = hidden_states.shape
-    state_len = convolution.kernel_size - 1
+    state_len = convolution.conv_kernel - 1
     mask = hidden_states.new_ones(B, T, dtype=torch.bool) if mask is None else mask.bool()
     sequence_number = mask.new_zeros(B, T, dtype=torch.long) if seq_idx is None else seq_idx
     # the last inputs of this shard's last sequence, a mask of these, and whether a sequence starts in this shard

@@ -28,9 +28,9 @@ from vllm.model_executor.models.utils import (
 )
 from vllm.sequence import IntermediateTensors
 
-from ..model.configuration_tost import CAUSAL_STATISTICS, SLIDING_ATTENTION, ToSTConfig
+from ..model.configuration_tost import SLIDING_ATTENTION, TSSA, ToSTConfig
 from ..model.modeling_tost import ToSTRotaryEmbedding
-from .causal_statistics import CausalStatistics, state_size
+from .tssa import TokenStatisticsSelfAttention, state_size
 
 
 class SoftmaxAttention(nn.Module):
@@ -89,13 +89,13 @@ class ToSTDecoderLayer(nn.Module):
         super().__init__()
         assert config.layer_types is not None
         width, layer_type = config.hidden_size, config.layer_types[extract_layer_index(prefix)]
-        self.is_softmax_attention = layer_type != CAUSAL_STATISTICS
+        self.is_softmax_attention = layer_type != TSSA
         self.input_layernorm = nn.LayerNorm(width, config.layer_norm_eps, bias=config.use_bias)
         self.self_attn: nn.Module
         if self.is_softmax_attention:
             self.self_attn = SoftmaxAttention(config, vllm_config, layer_type, f"{prefix}.self_attn")
         else:
-            self.self_attn = CausalStatistics(config, vllm_config, f"{prefix}.self_attn")
+            self.self_attn = TokenStatisticsSelfAttention(config, vllm_config, f"{prefix}.self_attn")
         self.attention_layer_scale = nn.Parameter(torch.empty(width))
         self.post_attention_layernorm = nn.LayerNorm(width, config.layer_norm_eps, bias=config.use_bias)
         self.mlp = MLP(config, vllm_config, f"{prefix}.mlp")

@@ -39,7 +39,7 @@ from ..model.tssa_cpu import as_array, compute_causal, convolve_sequences, param
 from ..model.tssa_reference import TSSAState
 
 
-OPERATORS = ("vllm::tost_short_convolution", "vllm::tost_causal_statistics")
+OPERATORS = ("vllm::tost_short_convolution", "vllm::tost_tssa")
 
 
 # Requests -------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def sharded_membership(score: torch.Tensor, temp: torch.Tensor, padding: torch.T
     return membership if padding is None else membership.masked_fill(padding.unsqueeze(-1), 0)
 
 
-class CausalStatistics(MambaBase, nn.Module):
+class TokenStatisticsSelfAttention(MambaBase, nn.Module):
     """`TokenStatisticsSelfAttention` of a causal model; its `denom_bias` and other per-head parameters are sharded by heads.
 
     vLLM expects the same number of state tensors in every model, with a copy function for each. The state is therefore one
@@ -192,9 +192,9 @@ class CausalStatistics(MambaBase, nn.Module):
         self.denom_bias = self.forget_bias = self.forget_proj = None
         if config.position_embedding_type == "learned":
             self.denom_bias = self._per_head_parameter(cast(int, config.max_position_embeddings), 1)
-        if config.forgetting != "none":
+        if config.decay_type != "none":
             self.forget_bias = self._per_head_parameter()
-        if config.forgetting == "token":
+        if config.decay_type == "token":
             self.forget_proj = ColumnParallelLinear(
                 width, config.num_attention_heads, bias=False, prefix=f"{prefix}.forget_proj"
             )
@@ -258,9 +258,9 @@ class CausalStatistics(MambaBase, nn.Module):
 
     @property
     def conv_state(self) -> torch.Tensor:
-        """The last inputs of the convolution in all blocks, (blocks, kernel_size - 1, D)."""
+        """The last inputs of the convolution in all blocks, (blocks, conv_kernel - 1, D)."""
         assert self.convolution is not None
-        state_len, conv_state = self.convolution.kernel_size - 1, self._split_state()[-1].view(self.dtype)
+        state_len, conv_state = self.convolution.conv_kernel - 1, self._split_state()[-1].view(self.dtype)
         return conv_state[:, : state_len * self.config.hidden_size].unflatten(1, (state_len, -1))
 
     # Arrays for the kernels on CPUs, stored, as to make them takes longer than to decode a token
@@ -297,7 +297,7 @@ class CausalStatistics(MambaBase, nn.Module):
                 logit = logit + self.forget_proj(hidden_states)[0]
             log_decay = F.logsigmoid(logit)
         output = torch.empty_like(w)
-        torch.ops.vllm.tost_causal_statistics(w, log_decay, positions, output, self.prefix)
+        torch.ops.vllm.tost_tssa(w, log_decay, positions, output, self.prefix)
         return self.out_proj(output)[0]
 
     def convolve(self, hidden_states: torch.Tensor, output: torch.Tensor, batch: ToSTMetadata) -> None:
@@ -393,7 +393,7 @@ def _store_state(sums: TSSAState, blocks: torch.Tensor, state: TSSAState | None)
 # Operators ------------------------------------------------------------------------------------------------------------
 
 
-def _get_layer_and_batch(layer_name: str) -> tuple[CausalStatistics, ToSTMetadata | None]:
+def _get_layer_and_batch(layer_name: str) -> tuple[TokenStatisticsSelfAttention, ToSTMetadata | None]:
     """The layer, and the requests of the batch; None in a profiling run."""
     context = get_forward_context()
     metadata = context.attn_metadata
@@ -410,7 +410,7 @@ def _short_convolution(hidden_states: torch.Tensor, output: torch.Tensor, layer_
 
 
 @eager_break_during_capture
-def _causal_statistics(
+def _tssa(
     w: torch.Tensor,
     log_decay: torch.Tensor | None,
     positions: torch.Tensor,
@@ -422,4 +422,4 @@ def _causal_statistics(
 
 
 direct_register_custom_op("tost_short_convolution", _short_convolution, mutates_args=["output"])
-direct_register_custom_op("tost_causal_statistics", _causal_statistics, mutates_args=["output"])
+direct_register_custom_op("tost_tssa", _tssa, mutates_args=["output"])
