@@ -8,7 +8,7 @@
 
 IMAGE_FOLDER (or a Hub id) is one that `datasets` reads: parquet files, or a folder per class. `run_image_classification.py`
 trains on random crops and flips; a tenth of the training images is held out if there is no validation or test split. The size
-"cpu" is for images of 32 pixels, as those of CIFAR-10; its models with any kind of attention have about as many parameters. The
+"cpu" is for images of 32 pixels, as those of CIFAR-10; its models with other attention have about as many parameters. The
 weights are then stored in bfloat16 and evaluated on all held-out images, beside the most frequent class. The output folder has
 the model card, the training curves and the confusion matrix; OUTPUT_DIR-memberships has a page on TSSA's memberships for the
 first held-out image. An interrupted run resumes from its last checkpoint; `--model_name_or_path` trains a finished model
