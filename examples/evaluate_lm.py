@@ -17,7 +17,7 @@ lm-evaluation-harness itself runs on ToST models with
         run --model hf --model_args pretrained=my-tost --tasks lambada_openai
 
 or, for a repository with remote code, with `lm_eval run ... --model_args pretrained=NAME,trust_remote_code=True`. Its context
-is the number of the model's positions; for a position-free model set max_length=1024 or the like (default: 2,048).
+is `config.max_position_embeddings`; for a model without learned positions set max_length=1024 or the like.
 """
 
 import logging

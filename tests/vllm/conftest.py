@@ -28,9 +28,7 @@ from tost_hf.model.base_tost import AUTO_MAPS
 
 VOCABULARY = 512
 TSSA, FULL, SLIDING = "tssa", "full_attention", "sliding_attention"
-# half of the channels rotate
 ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-ROPE |= {"partial_rotary_factor": 0.5}
 OPTIONS = {
     "published": {"tie_word_embeddings": True},
     "conv_token": {"position_embedding_type": "none", "decay_type": "token", "conv_kernel": 4},

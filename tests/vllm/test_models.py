@@ -133,7 +133,7 @@ DYNAMIC_ROPE = {
     "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
     "position_embedding_type": "none",
-    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64},
+    "rope_parameters": {"rope_type": "dynamic", "factor": 2.0},
 }
 REJECTED = {
     "an encoder": (lambda: ToSTForMaskedLM(ToSTConfig(is_causal=False, **SMALL)), {}, "ToSTForMaskedLM, an encoder"),
