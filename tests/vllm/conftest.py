@@ -31,7 +31,12 @@ TSSA, FULL, SLIDING = "tssa", "full_attention", "sliding_attention"
 ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 OPTIONS = {
     "published": {"tie_word_embeddings": True},
-    "conv_token": {"position_embedding_type": "none", "decay_type": "token", "conv_kernel": 4},
+    "conv_token": {
+        "position_embedding_type": "none",
+        "max_position_embeddings": 4096,
+        "decay_type": "token",
+        "conv_kernel": 4,
+    },
     "hybrid": {
         "position_embedding_type": "none",
         "decay_type": "token",

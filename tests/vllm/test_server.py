@@ -25,7 +25,7 @@ def folder(folders):
 
 @pytest.fixture(scope="module")
 def port(folder, tmp_path_factory):
-    options = ("--dtype", "float32", "--max-model-len", "4096", "--kv-cache-memory-bytes", str(2**27))
+    options = ("--dtype", "float32", "--kv-cache-memory-bytes", str(2**27))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")  # which conftest.py sets
         log_file = tmp_path_factory.mktemp("server") / "log.txt"

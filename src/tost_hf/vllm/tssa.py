@@ -199,7 +199,7 @@ class TokenStatisticsSelfAttention(MambaBase, nn.Module):
                 width, config.num_attention_heads, bias=False, prefix=f"{prefix}.forget_proj"
             )
         self.softmax = sharded_membership if self.tp_size > 1 else None
-        tokens = torch.empty(0, dtype=self.dtype)
+        tokens = torch.empty(0, self.num_heads, self.head_dim, dtype=self.dtype)
         kernels = None if self.dtype == torch.float16 else choose_kernels(tokens, None, "causal")
         self.runs_on_cpu_kernels = kernels == "numba"
         self.kv_cache = (torch.tensor([]),)
