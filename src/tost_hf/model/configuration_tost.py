@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .base_tost import ToSTBaseConfig, check_fields
 
 
-# Layer types, by which transformers' caches choose their layer classes. In memory TSSA layers are TSSA, because
+# Layer types, by which transformers' caches choose their layer classes. In memory the type of TSSA layers is "tssa", because
 # the cache layer of "linear_attention" cannot crop a recurrent state, has no sequence length, and is the same for every model.
 # Files have transformers' name: tokenizers and Trainer read any `config.json` as a `PreTrainedConfig`, which rejects others.
 TSSA, LINEAR_ATTENTION = "tssa", "linear_attention"
@@ -277,9 +277,8 @@ class ToSTConfig(ToSTBaseConfig):
         """As `PreTrainedConfig.to_dict`, without options at their defaults, so that published files do not change."""
         fields = super().to_dict()
         if "layer_types" in fields:
-            names = {TSSA: LINEAR_ATTENTION}
             layer_types = fields["layer_types"][: self.num_hidden_layers]
-            fields["layer_types"] = [names.get(layer_type, layer_type) for layer_type in layer_types]
+            fields["layer_types"] = [LINEAR_ATTENTION if name == TSSA else name for name in layer_types]
         return fields
 
     def _make_tp_plan(self) -> dict[str, str]:

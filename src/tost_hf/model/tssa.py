@@ -136,16 +136,15 @@ def tssa(
         from .tssa_cpu import tssa_cpu
 
         bias = None if bias is None else bias.to(dtype)
-        output, membership, final_state = tssa_cpu(w, temp, bias, positions, mask, log_decay, state, causal, needs_grad)
-        return TSSAOutput(output, membership.transpose(1, 2), final_state)
-    bias = select_bias(bias, positions, dtype)
-    if kernels == "triton":
+        outputs = tssa_cpu(w, temp, bias, positions, mask, log_decay, state, causal, needs_grad)
+    elif kernels == "triton":
         from .tssa_triton import tssa_triton
 
-        output, membership, final_state = tssa_triton(w, temp, bias, mask, log_decay, state, causal)
-        return TSSAOutput(output, membership.transpose(1, 2), final_state)
-    options = causal, seq_idx, softmax or softmax_over_heads
-    output, membership, final_state = tssa_reference(w, temp, bias, mask, log_decay, state, *options)
+        outputs = tssa_triton(w, temp, select_bias(bias, positions, dtype), mask, log_decay, state, causal)
+    else:
+        inputs = w, temp, select_bias(bias, positions, dtype), mask, log_decay, state, causal
+        outputs = tssa_reference(*inputs, seq_idx, softmax or softmax_over_heads)
+    output, membership, final_state = outputs
     return TSSAOutput(output, membership.transpose(1, 2), final_state)
 
 
@@ -171,7 +170,6 @@ def tssa_step(
         mask: (B,), true or 1 where the token is real; padding leaves the state unchanged.
         initial_state: the state before the token; None at the start of a sequence. Not modified unless `in_place`.
         log_decay: (H,) or (B, H).
-        backend: the Triton kernel has no gradient: where one is needed, the reference implementation runs.
         in_place: whether the tensors of `initial_state` are updated in place, as in decoding. They must be contiguous and have
             the dtypes of a `TSSAState`, and nothing may need a gradient.
 
@@ -205,6 +203,13 @@ def tssa_step(
                 "tssa_step cannot update a state in place whose tensors are not contiguous: in an expanded state, sequences "
                 "share numbers. Clone it, or omit in_place."
             )
+    if needs_grad:  # by the kernels of `tssa`, as those of one token have no gradient
+        bias = bias if bias is None or positions is not None else bias.unsqueeze(-2)
+        log_decay = None if log_decay is None else log_decay.expand(w.shape[:2]).unsqueeze(1)
+        positions, mask = (None if x is None else x.unsqueeze(1) for x in (positions, mask))
+        options = {"mask": mask, "initial_state": state, "log_decay": log_decay, "softmax": softmax, "backend": backend}
+        output, membership, final_state = tssa(w.unsqueeze(1), temp, bias, positions=positions, **options)
+        return TSSAOutput(output.squeeze(1), membership.squeeze(-1), final_state)
     dtype, mask = compute_dtype(w.dtype), None if mask is None else mask.bool()
     positions = _mask_positions(positions, mask)
     temp = temp.reshape(-1).to(dtype)
@@ -212,16 +217,7 @@ def tssa_step(
     kernels = None
     if softmax is None and not has_tangent(*tensors):
         kernels = choose_kernels(w, backend, "step", decay=log_decay is not None)
-    if kernels == "numba" and needs_grad:
-        from .tssa_cpu import tssa_cpu
-
-        bias = None if bias is None else bias.to(dtype)
-        bias = bias if bias is None or positions is not None else bias.unsqueeze(-2)
-        positions, mask, log_decay = (None if x is None else x.unsqueeze(1) for x in (positions, mask, log_decay))
-        inputs = w.unsqueeze(1), temp, bias, positions, mask, log_decay, state
-        output, membership, final_state = tssa_cpu(*inputs, causal=True, needs_grad=True)
-        return TSSAOutput(output.squeeze(1), membership.squeeze(1), final_state)
-    if kernels is None or needs_grad:
+    if kernels is None:
         bias, padding = select_bias(bias, positions, dtype), None if mask is None else ~mask
         softmax = softmax or softmax_over_heads
         return TSSAOutput(*step(w, temp, bias, padding, state, log_decay, softmax, in_place))
