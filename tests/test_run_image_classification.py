@@ -68,7 +68,8 @@ def test_finetuning_with_the_ablations_of_the_paper(tmp_path, image_args, digit_
         script.main(image_args("image_finetuning", **changes))
     script.main(image_args("image_finetuning", **changes), ablations.ModelArguments)
     config = AutoConfig.from_pretrained(tmp_path / "out")
-    assert (type(config), config.mlp_type, config.normalize_scores) == (ablations.ToSTVisionAblationConfig, "ista", False)
+    fields = config.model_type, config.mlp_type, config.normalize_scores
+    assert fields == (ablations.ToSTVisionAblationConfig.model_type, "ista", False)
     processor = load_processor(tmp_path / "out")
     assert not processor.do_center_crop and dict(processor.size) == {"height": 16, "width": 16}
     assert not (tmp_path / "out/ema").exists() and "eval_ema_accuracy" not in results(tmp_path / "out")
