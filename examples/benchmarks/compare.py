@@ -46,10 +46,10 @@ def make_workloads(device: str, batch: int, tokens: int, width: int, layers: int
         hidden_size=width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        position_embedding_type="none",
+        max_position_embeddings=None,  # and forgetting: names that earlier commits know, too
         bos_token_id=None,
         eos_token_id=None,
-        decay_type="token",
+        forgetting="token",
         conv_kernel=4,
     )
     model = tost_hf.ToSTForCausalLM(config).to(device)
