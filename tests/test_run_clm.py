@@ -7,6 +7,7 @@ import sys
 from itertools import chain
 
 import pytest
+import run_classification
 import run_clm
 import scripting
 import texts
@@ -287,3 +288,11 @@ def test_hub_token_is_not_recorded(tmp_path, clm_args, monkeypatch):
     for file in ("run_arguments.json", "README.md"):
         text = (tmp_path / "out" / file).read_text()
         assert "python examples/run_clm.py" in text and secret not in text
+
+
+def test_sequences_have_a_limit_where_positions_have_tables(tokenizer):
+    for position_embedding_type, limit in ("learned", 128), ("none", None):
+        config = small_config(position_embedding_type=position_embedding_type)
+        assert run_classification.choose_max_length(None, config, tokenizer) == limit
+        assert run_clm.choose_block_size(None, config) == (limit or 1024)
+    assert run_clm.choose_block_size(20_000, config) == 20_000

@@ -207,13 +207,15 @@ def test_in_place_step_rejects_unsuitable_states():
 @pytest.mark.parametrize("kind", [None, "head", "token"])
 def test_steps_equal_the_sequence(kind):
     w, temp, bias = make()
+    if kind == "token":  # so that a step has one of each sequence as well
+        bias = torch.stack([bias, bias.flip(0)])
     mask, decay = padding_mask(70), make_log_decay(kind)
     full = tssa(w, temp, bias, mask=mask, log_decay=decay)
     state, outputs = None, []
     for t in range(70):
         log_decay = decay[:, t] if kind == "token" else decay
         output, membership, state = tssa_step(
-            w[:, t], temp, bias[t], mask=mask[:, t], initial_state=state, log_decay=log_decay
+            w[:, t], temp, bias[..., t, :], mask=mask[:, t], initial_state=state, log_decay=log_decay
         )
         outputs.append(output)
         torch.testing.assert_close(membership, full.membership[..., t], **F64)
