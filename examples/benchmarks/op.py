@@ -162,7 +162,7 @@ compiled kernels. The causal layer has a short convolution and decay per token. 
 
 def time_first_pass(cache: str, form: str, pass_name: str, dtype: torch.dtype) -> float:
     os.environ["NUMBA_CACHE_DIR"] = cache  # numba reads it when the pass imports it
-    options = {"decay": "token", "conv_kernel": CONV_KERNEL_SIZE} if form == "causal" else {}
+    options = {"decay_type": "token", "conv_kernel": CONV_KERNEL_SIZE} if form == "causal" else {}
     layer = TokenStatisticsSelfAttention(64, 4, causal=form == "causal", **options).to(dtype)
     inputs = [torch.randn(1, 8, 64).to(dtype).requires_grad_(), *layer.parameters()]
     run = make_run(lambda hidden_states, *_: layer(hidden_states)[0], inputs, make_grad((1, 8, 64), dtype, "cpu"), pass_name)

@@ -248,7 +248,7 @@ def _count_positions(full_mask, seq_idx, past_length, T: int, device) -> torch.T
 def _check_positions(position_ids: torch.Tensor, past_length, limit: int) -> None:
     """Raises for a sequence beyond the tables, where an embedding's own error would not say what to do."""
     # a position is at most the number of preceding tokens: values are read only if that exceeds the limit
-    if isinstance(past_length, torch.Tensor) or past_length + position_ids.shape[1] <= limit or not _has_values(position_ids):
+    if not _has_values(position_ids) or isinstance(past_length, torch.Tensor) or past_length + position_ids.shape[1] <= limit:
         return
     if (high := int(position_ids.max())) >= limit:
         raise IndexError(
