@@ -15,7 +15,7 @@ import operator
 import os
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -207,8 +207,8 @@ def tssa_step(
         bias = bias if bias is None or positions is not None else bias.unsqueeze(-2)
         log_decay = None if log_decay is None else log_decay.expand(w.shape[:2]).unsqueeze(1)
         positions, mask = (None if x is None else x.unsqueeze(1) for x in (positions, mask))
-        options = {"mask": mask, "initial_state": state, "log_decay": log_decay, "softmax": softmax, "backend": backend}
-        output, membership, final_state = tssa(w.unsqueeze(1), temp, bias, positions=positions, **options)
+        options: dict[str, Any] = {"mask": mask, "initial_state": state, "log_decay": log_decay, "softmax": softmax}
+        output, membership, final_state = tssa(w.unsqueeze(1), temp, bias, positions=positions, backend=backend, **options)
         return TSSAOutput(output.squeeze(1), membership.squeeze(-1), final_state)
     dtype, mask = compute_dtype(w.dtype), None if mask is None else mask.bool()
     positions = _mask_positions(positions, mask)
