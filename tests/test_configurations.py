@@ -176,6 +176,20 @@ def test_null_in_files_of_earlier_versions(fields, length, tmp_path):
     assert AutoConfig.from_pretrained(tmp_path) == config
     assert small_config(**fields | {"n_positions": None}).to_diff_dict() == config.to_diff_dict()
     assert "position_embedding_type" not in small_config().to_dict()
+    config.max_position_embeddings = None
+    with pytest.raises(ValueError, match="max_position_embeddings must be an integer"):
+        ToSTModel(config)
+
+
+def test_files_of_earlier_versions_with_other_fields(tmp_path):
+    """Fields given in loading take precedence, whatever their names in the file are, and change nothing else."""
+    old_fields = {"max_position_embeddings": None, "forgetting": "token"}
+    assert load_changed(tmp_path, "tost", old_fields).decay_type == "token"
+    config = AutoConfig.from_pretrained(tmp_path, max_position_embeddings=100_000, decay_type="head")
+    assert (config.max_position_embeddings, config.position_embedding_type) == (100_000, "none")
+    assert config.decay_type == config.forgetting == "head"
+    config = AutoConfig.from_pretrained(tmp_path, n_positions=64, position_embedding_type="learned", forgetting="none")
+    assert (config.n_positions, config.position_embedding_type, config.decay_type) == (64, "learned", "none")
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, *VISION_PRESETS])

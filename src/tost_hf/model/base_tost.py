@@ -123,6 +123,8 @@ class ToSTBaseConfig(PreTrainedConfig):
 
     @classmethod
     def _merge_fields(cls, fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+        # by the fields' own names, so that none is set twice
+        fields, overrides = ({cls.attribute_map.get(name, name): x for name, x in d.items()} for d in (fields, overrides))
         return fields | overrides
 
     def get_option_defaults(self) -> dict[str, Any]:

@@ -163,6 +163,8 @@ class ToSTConfig(ToSTBaseConfig):
         layer_types, num_layers = fields.get("layer_types"), overrides.get("n_layer", overrides.get("num_hidden_layers"))
         if layer_types is not None and num_layers is not None:
             overrides = {"layer_types": (layer_types * num_layers)[:num_layers]} | overrides  # repeats the pattern
+        if fields.get("max_position_embeddings", 0) is None:  # see `_set_text_length`
+            fields = {"position_embedding_type": "none"} | fields
         return super()._merge_fields(fields, overrides)
 
     def __post_init__(self, **kwargs):
@@ -203,6 +205,8 @@ class ToSTConfig(ToSTBaseConfig):
 
     def validate_architecture(self):
         check_fields(self)
+        if self.max_position_embeddings is None:
+            raise ValueError("max_position_embeddings must be an integer, got None.")
         if self.position_embedding_type not in POSITION_EMBEDDING_TYPES:
             raise ValueError(
                 f"position_embedding_type must be one of {', '.join(POSITION_EMBEDDING_TYPES)}, got "
