@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ProgressCallback
 
 from tost_hf.files import CURVES, RUN_ARGUMENTS, TRAINER_STATE, staged_file
+from tost_hf.model.base_tost import AUTO_MAPS
 from tost_hf.training.checkpoints import choose_checkpoint, list_checkpoints
 
 
@@ -208,7 +209,7 @@ def summarize(trainer: Trainer, task: str, time: str, metrics: dict | None) -> N
                 f"The {len(checkpoints)} checkpoints there ({size:.0f} MB) continue the run if it gets more steps; "
                 f"--save_total_limit {trainer.args.save_total_limit} kept them."
             )
-        if trainer.processing_class is not None:
+        if trainer.processing_class is not None and trainer.model.config.model_type in AUTO_MAPS:
             logger.info("Next:\n  " + NEXT_STEPS[task].format(task=task, folder=folder, path=path))
             logger.info(f"  tost-hf publish {path} OWNER/NAME --license apache-2.0")
 
