@@ -345,8 +345,9 @@ def test_trainer_keeps_the_sequence_numbers_of_packed_documents(tmp_path, tiny_c
         model = randomize(ToSTForCausalLM(tiny_config))
         args = training_args(tmp_path, max_steps=1, per_device_train_batch_size=size)
         if "seq_idx" in dataset.column_names:
-            with pytest.raises(ValueError, match=r"column seq_idx.*remove_unused_columns=False"):
-                ToSTTrainer(model, args, train_dataset=dataset)
+            for datasets in ({"train_dataset": dataset}, {"eval_dataset": dataset}, {"eval_dataset": {"packed": dataset}}):
+                with pytest.raises(ValueError, match=r"column seq_idx.*remove_unused_columns=False"):
+                    ToSTTrainer(model, args, **datasets)
             args.remove_unused_columns = False
         losses += train(ToSTTrainer(model, args, train_dataset=dataset))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

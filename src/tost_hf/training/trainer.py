@@ -85,7 +85,9 @@ class ToSTTrainer(Trainer):
             super().__init__(model, args, **kwargs)
         finally:
             args.save_only_model = save_only_model
-        if args.remove_unused_columns and "seq_idx" in (getattr(self.train_dataset, "column_names", None) or ()):
+        eval_datasets = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        columns = (getattr(dataset, "column_names", None) or () for dataset in (self.train_dataset, *eval_datasets))
+        if args.remove_unused_columns and any("seq_idx" in names for names in columns):
             raise ValueError(
                 "Trainer would remove the column seq_idx of packed sequences, which the model accepts without naming it: set "
                 "remove_unused_columns=False."
