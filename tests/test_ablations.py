@@ -102,7 +102,7 @@ def test_ablated_encoder_ignores_padding(pre_norm, batch):
 @torch.no_grad()
 def test_decoding_equals_the_full_forward(fields):
     model = ToSTForCausalLM(small_config(**fields))
-    ablate(model, "ista", normalize_scores=False, step_size=0.2)
+    ablate(model, "ista", ista_step_size=0.2, normalize_scores=False)
     model, tokens = randomize(model).eval().double(), torch.randint(1, 97, (2, 9))
     cache = ToSTCache(model.config)
     model(tokens[:, :6], past_key_values=cache)

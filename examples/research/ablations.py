@@ -65,16 +65,13 @@ class AblationFields:
     ista_threshold: float | int = 0.1
     normalize_scores: bool = True
 
-    def get_research_defaults(self) -> dict[str, Any]:
-        """The fields that ToST's own configurations do not have, with their values in ToST."""
-        return {field.name: field.default for field in dataclasses.fields(AblationFields)}
-
     def get_option_defaults(self) -> dict[str, Any]:
-        return super().get_option_defaults() | self.get_research_defaults()  # type: ignore[misc]  # of the configuration
+        defaults = {field.name: field.default for field in dataclasses.fields(AblationFields)}
+        return super().get_option_defaults() | defaults  # type: ignore[misc]  # of the configuration
 
-    def research_options(self) -> set[str]:
-        """The research fields with other values than in ToST."""
-        return self.options().keys() & self.get_research_defaults().keys()  # type: ignore[attr-defined]
+    def ablations(self) -> dict[str, Any]:
+        """Arguments of `ablate`."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(AblationFields)}
 
     def validate_architecture(self):
         super().validate_architecture()  # type: ignore[misc]  # of the configuration
@@ -97,7 +94,7 @@ class ISTAStep(nn.Module):
     of width 4 D has 8 D^2 weights.
     """
 
-    def __init__(self, hidden_size: int, step_size: float = 0.1, threshold: float = 0.1):
+    def __init__(self, hidden_size: int, step_size: float, threshold: float):
         super().__init__()
         self.step_size, self.threshold = float(step_size), float(threshold)
         self.dictionary = nn.Parameter(torch.empty(hidden_size, hidden_size))
@@ -177,18 +174,18 @@ class ISTAVisionLayer(ToSTVisionLayer):
 def ablate(
     model: ToSTPreTrainedModel | ToSTVisionPreTrainedModel,
     mlp_type: str = "mlp",
+    ista_step_size: float = 0.1,
+    ista_threshold: float = 0.1,
     normalize_scores: bool = True,
     pre_norm: bool = True,
-    **ista_options: float,
 ) -> None:
     """Replaces the MLPs, scores and places of the norms in a ToST model by those of an ablation.
 
     Args:
         model: a text model without softmax attention, or a vision model; changed in place.
-        mlp_type, normalize_scores: as in `AblationFields`.
+        mlp_type, ista_step_size, ista_threshold, normalize_scores: as in `AblationFields`.
         pre_norm: text models only: whether each norm is applied before attention and MLP, as published, or after the residual
             connections; then there is no final norm.
-        ista_options: `step_size` and `threshold` of each `ISTAStep`.
     """
     for module in model.modules():
         if isinstance(module, TokenStatisticsSelfAttention) and not normalize_scores:
@@ -202,7 +199,7 @@ def ablate(
         elif isinstance(module, ToSTVisionLayer) and mlp_type == "ista":
             module.__class__ = ISTAVisionLayer
         if isinstance(module, AblatedDecoderLayer | ISTAVisionLayer) and mlp_type == "ista":
-            module.mlp = ISTAStep(model.config.hidden_size, **ista_options)
+            module.mlp = ISTAStep(model.config.hidden_size, ista_step_size, ista_threshold)
             del module.mlp_layer_scale
             module.mlp_layer_scale = torch.empty(0)  # which _init_weights of the model fills, is no parameter
     if not pre_norm:
@@ -233,8 +230,7 @@ class ToSTAblationForImageClassification(ToSTForImageClassification):
 
     def __init__(self, config: ToSTVisionAblationConfig):
         super().__init__(config)
-        options = {"step_size": config.ista_step_size, "threshold": config.ista_threshold}
-        ablate(self, config.mlp_type, config.normalize_scores, **options)
+        ablate(self, **config.ablations())
         self.post_init()
 
 

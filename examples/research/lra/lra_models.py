@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from ablations import AblationFields, ablate
 
 from tost_hf import ToSTConfig, ToSTForSequenceClassification
+from tost_hf.model.configuration_tost import OPTION_DEFAULTS
 
 
 ATTENTION = ("tost", "softmax", "linear")
@@ -59,8 +60,8 @@ class LRAConfig(AblationFields, ToSTConfig):
     pre_norm: bool = True
     reads_pairs: bool = False
 
-    def get_research_defaults(self):
-        return super().get_research_defaults() | {"attention": "tost", "pre_norm": True, "reads_pairs": False}
+    def get_option_defaults(self):
+        return super().get_option_defaults() | {"attention": "tost", "pre_norm": True, "reads_pairs": False}
 
     def validate_architecture(self):
         super().validate_architecture()
@@ -110,8 +111,7 @@ class LRAForSequenceClassification(ToSTForSequenceClassification):
         if config.attention != "tost":
             for layer in self.model.layers:
                 layer.self_attn = Attention(config)
-        options = {"step_size": config.ista_step_size, "threshold": config.ista_threshold}
-        ablate(self, config.mlp_type, config.normalize_scores, config.pre_norm, **options)
+        ablate(self, **config.ablations(), pre_norm=config.pre_norm)
         self.post_init()
 
 
@@ -151,6 +151,6 @@ def make_model(config: LRAConfig) -> ToSTForSequenceClassification:
     """A new model; an ordinary ToST if the configuration is that of one."""
     if config.reads_pairs:
         return LRAForPairClassification(config)
-    if config.research_options():
+    if config.options().keys() - OPTION_DEFAULTS.keys():
         return LRAForSequenceClassification(config)
     return ToSTForSequenceClassification(ToSTConfig.from_dict(config.to_dict() | {"model_type": ToSTConfig.model_type}))

@@ -80,8 +80,8 @@ class ToSTConfig(ToSTBaseConfig):
         conv_kernel: kernel size of the short causal convolution on each attention layer's normalized input; None for no
             convolution, as published.
         layer_types: type of each layer: "linear_attention" for TSSA, "full_attention" or "sliding_attention". At least one
-            layer must be of the first type, which the attribute lists as "tssa", the type of its cache
-            layer. By default all are, as published.
+            layer must be of the first type, which the attribute lists as "tssa", the type of its cache layer. By default all
+            are, as published.
         sliding_window: number of tokens that a "sliding_attention" layer attends to, including the current one.
         num_key_value_heads: number of key and value heads of the attention layers; must divide `num_attention_heads`, which
             is the default.

@@ -112,11 +112,7 @@ def resolve_inputs(
     full_mask = _check_mask(cast(torch.Tensor | None, attention_mask), B, T, past_length)
     mask = None if full_mask is None else full_mask[:, -T:]
     if position_ids is not None:
-        if position_ids.shape not in ((B, T), (1, T)) or position_ids.is_floating_point():
-            raise ValueError(
-                f"position_ids must be integers of shape ({B}, {T}), got {position_ids.dtype} {tuple(position_ids.shape)}."
-            )
-        position_ids = position_ids.expand(B, T)
+        position_ids = _expand_numbers("position_ids", position_ids, B, T)
     is_explicit = seq_idx is not None or cu_seq_lens_q is not None
     if is_explicit:
         seq_idx = _get_seq_idx(seq_idx, cu_seq_lens_q, B, T, device)
@@ -174,6 +170,13 @@ def _has_values(x: torch.Tensor) -> bool:
     return not x.is_meta and not is_traced()
 
 
+def _expand_numbers(name: str, x: torch.Tensor, B: int, T: int) -> torch.Tensor:
+    """Expands a number of each token, (B, T) or (1, T), to (B, T)."""
+    if x.shape not in ((B, T), (1, T)) or x.is_floating_point():
+        raise ValueError(f"{name} must be integers of shape ({B}, {T}), got {x.dtype} {tuple(x.shape)}.")
+    return x.expand(B, T)
+
+
 # Padding ---------------------------------------------------------------------------------------------------------------
 
 
@@ -200,9 +203,7 @@ def _check_mask(mask: torch.Tensor | None, B: int, T: int, past_length) -> torch
 def _get_seq_idx(seq_idx, cu_seq_lens_q, B: int, T: int, device) -> torch.Tensor:
     """Sequence numbers (B, T) from `seq_idx` or, without it, `cu_seq_lens_q`."""
     if seq_idx is not None:
-        if seq_idx.shape not in ((B, T), (1, T)) or seq_idx.is_floating_point():
-            raise ValueError(f"seq_idx must be integers of shape ({B}, {T}), got {seq_idx.dtype} {tuple(seq_idx.shape)}.")
-        return seq_idx.to(device).expand(B, T)
+        return _expand_numbers("seq_idx", seq_idx, B, T).to(device)
     if B != 1:
         raise ValueError(f"cu_seq_lens_q is for a batch of size 1, but the batch has {B}; use seq_idx.")
     if cu_seq_lens_q.ndim != 1 or len(cu_seq_lens_q) < 2 or cu_seq_lens_q.is_floating_point():

@@ -471,7 +471,7 @@ def _bidirectional_forward(
     """The sequences from `first` to before `last`; their sums are written to `carries` (sequences, 1, 2 H p + H)."""
     H, P = w.shape[1], w.shape[2]
     total_D, total, one = np.empty((H, 1), F64), np.empty((H, P), F64), np.ones(H, F64)
-    local, factor, D_local = np.zeros((H, P), F32), np.ones((H, P), F32), np.zeros((H, 1), F32)
+    local, factor, D_local = np.zeros((H, P), F32), np.empty((H, P), F32), np.zeros((H, 1), F32)
     tokens, zero = np.empty(CHUNK_TOKENS, np.int64), output.dtype.type(0)
     for r in range(first, last):
         S, N, D = _split_sums(carries[r, 0], H, P)
@@ -534,7 +534,7 @@ def _bidirectional_backward(
     """The gradients of the sequences from `first` to before `last`."""
     H, P = w.shape[1], w.shape[2]
     total, one, local = np.empty((H, P), F64), np.ones(H, F64), np.zeros((H, P), F32)
-    scale, factor = np.empty((H, P), F32), np.ones((H, P), F32)  # 1 / (1 + N / D) and 1 / S
+    scale, factor = np.empty((H, P), F32), np.empty((H, P), F32)  # 1 / (1 + N / D) and 1 / S
     U, W, V, grad_pi = np.empty((H, P), F32), np.empty((H, P), F32), np.empty(H, F32), np.empty(H, F32)
     tokens, zero = np.empty(CHUNK_TOKENS, np.int64), grad_w.dtype.type(0)
     grad_score = np.empty((starts[last] - starts[first], H), F32)

@@ -18,8 +18,8 @@ With decay, the causal form multiplies each head's state by a_t in (0, 1] before
 
     S_t = a_t S_{t-1} + s_t,    N_t = a_t N_{t-1} + Pi_t s_t,    D_t = a_t D_{t-1} + Pi_t
 
-All else is as above. Packed sequences have a decay of 0 at their first tokens. No code
-divides by a product of decays, which may be 0.
+All else is as above. Packed sequences have a decay of 0 at their first tokens. No code divides by a product of decays, which
+may be 0.
 
 Tests and benchmarks compare with these functions. The bidirectional form, single tokens, torch.export and compilers for
 devices other than the CPU run them, since no step depends on a tensor's values. The other backends are faster.

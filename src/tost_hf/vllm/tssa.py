@@ -356,16 +356,16 @@ class TokenStatisticsSelfAttention(MambaBase, nn.Module):
         w, output = (x.unflatten(-1, (self.num_heads, -1)) for x in (w, output))
         bias = None if self.denom_bias is None else self.denom_bias.squeeze(-1).t()
         inputs: dict[str, Any] = {"positions": None if bias is None else positions, "log_decay": log_decay}
-        options: dict[str, Any] = {"softmax": self.softmax}
         if batch is None:
             inputs = {name: None if x is None else x[None] for name, x in inputs.items()}
-            output.copy_(tssa(w[None], self.temp, bias, **inputs, **options).output[0])
+            output.copy_(tssa(w[None], self.temp, bias, softmax=self.softmax, **inputs).output[0])
             return
         sums = self.sums
         if n := len(batch.decodes):
             decode_inputs: dict[str, Any] = {name: None if x is None else x[:n] for name, x in inputs.items()}
             state = TSSAState(*(x[batch.decodes] for x in sums))
-            result = tssa_step(w[:n], self.temp, bias, initial_state=state, **decode_inputs, **options, in_place=True)
+            decode_inputs |= {"initial_state": state, "softmax": self.softmax}
+            result = tssa_step(w[:n], self.temp, bias, in_place=True, **decode_inputs)
             output[:n] = result.output
             _store_state(sums, batch.decodes, result.final_state)
         for prompts in batch.prompts:
@@ -377,8 +377,8 @@ class TokenStatisticsSelfAttention(MambaBase, nn.Module):
                 bias,
                 mask=prompts.mask,
                 initial_state=initial_state,
+                softmax=self.softmax,
                 **prompt_inputs,
-                **options,
             )
             prompts.scatter(result.output, output)
             _store_state(sums, prompts.blocks, result.final_state)
