@@ -53,10 +53,8 @@ docs: $(VENV)/ready  ## the documentation site, in site/, from the pages and the
 compare: $(VENV)/ready  ## whether the working tree is slower than the commit REF
 	$(BIN)/python examples/benchmarks/compare.py $(REF)
 
-browser: $(VENV)/ready  ## what the tests of the page need: Debian's Chromium, and the JavaScript libraries in npm's cache
+browser:  ## Debian's Chromium, which the tests of the page need
 	command -v chromium && command -v chromedriver || (apt-get update && apt-get install --yes --no-install-recommends chromium chromium-driver)
-	command -v npm || apt-get install --yes --no-install-recommends npm
-	$(BIN)/python -c "from pathlib import Path; from tempfile import mkdtemp; from tost_hf.space.packages import *; unpack([RUNTIME, TOKENIZERS], Path(mkdtemp()))"
 
 $(VENV)/ready-to-train: pyproject.toml tests/constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -70,11 +70,9 @@ def _make_parser() -> argparse.ArgumentParser:
     model_parser = argparse.ArgumentParser(add_help=False)
     model_parser.add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
     model_parser.add_argument("--revision", help="branch, tag or commit of the repository (default: main)")
-    export_parser = argparse.ArgumentParser(add_help=False, parents=[model_parser])
-    export_parser.add_argument("output", metavar="OUT", help="the folder to write")
-    export_parser.add_argument("--dtype", default="float32", metavar="DTYPE", help="float32 (the default), float16 or int8")
-    export_parser.add_argument("--tokenizer", metavar="FOLDER|REPO_ID", help="the tokenizer to write, if MODEL has none")
-    export_parser.add_argument("--overwrite", action="store_true", help="write to a folder that is not empty")
+    output_parser = argparse.ArgumentParser(add_help=False, parents=[model_parser])
+    output_parser.add_argument("output", metavar="OUT", help="the folder to write")
+    output_parser.add_argument("--overwrite", action="store_true", help="write to a folder that is not empty")
 
     examples = ("tost-base ./my-tost --tokenizer gpt2", "tost-vision-small-patch16 ./my-tost-vision --seed 1")
     add_argument = add_command(_init, "a new model of one of the paper's sizes, with random weights", *examples)
@@ -102,7 +100,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add_argument("--revision", help="the tag or commit that the loading examples pin")
     add_argument("--overwrite", action="store_true", help="replace an existing card, text written by hand included")
 
-    examples = ("./my-tost me/my-tost --tag v1 --license apache-2.0", "--space ./my-page me/my-page")
+    examples = ("./my-tost me/my-tost --tag v1 --license apache-2.0", "--space ./my-space me/my-space")
     add_argument = add_command(_publish, "upload a model folder to the Hub, in one commit", *examples)
     add_argument("folder", metavar="FOLDER", help="the model folder, which is not changed")
     add_argument("repo_id", metavar="REPO_ID", help="OWNER/NAME; created if it does not exist")
@@ -119,7 +117,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add_command(_info, "describe the model of a folder or a repository", *examples, parents=[model_parser])
 
     examples = ("./tost-digits cat.png --out inside", "./tost-demo source.py --out inside")
-    add_argument = add_command(_inspect, "plot a model's memberships, compression and entropy, as images on a page", *examples)
+    add_argument = add_command(_inspect, "plot a model's memberships, compression and entropy", *examples)
     add_argument("model", metavar="MODEL", help="a model folder, or a repository of the Hub")
     add_argument("input", metavar="INPUT", help="an image file, a text file, or a text")
     add_argument("--out", metavar="DIR", required=True, help="the folder to write")
@@ -129,18 +127,23 @@ def _make_parser() -> argparse.ArgumentParser:
     add_argument("--processor", metavar="ID", help="a tokenizer or image processor, if MODEL has none")
     trust_help = "run the code of a tokenizer or image processor with remote code; by default such code is never run"
     add_argument("--trust-remote-code", action="store_true", help=trust_help)
+    add_argument("--overwrite", action="store_true", help="write to a folder that is not empty")
 
     examples = ("./tost-demo --device cpu --port 8000", "OWNER/NAME --port 8000")
     add_command(_serve, "transformers' OpenAI-compatible server, for one user", *examples)
 
     examples = ("./tost-demo ./tost-onnx", "me/my-tost ./tost-onnx --dtype int8")
-    add_command(_export, "export a model to ONNX and compare the outputs", *examples, parents=[export_parser])
+    add_argument = add_command(_export, "export a model to ONNX and compare the outputs", *examples, parents=[output_parser])
+    add_argument("--dtype", default="float32", metavar="DTYPE", help="float32 (the default), float16 or int8")
+    add_argument("--tokenizer", metavar="FOLDER|REPO_ID", help="the tokenizer to write, if MODEL has none")
 
-    examples = ("./tost-demo ./tost-page", "me/my-tost ./tost-page --title 'My ToST'")
-    summary = "a web page that runs the model in the browser, ready to be a Space of the Hub"
-    add_argument = add_command(_space, summary, *examples, parents=[export_parser])
+    examples = ("./tost-demo", "me/my-tost --port 8080")
+    add_argument = add_command(_app, "a page to try a model and to look into it", *examples, parents=[model_parser])
+    add_argument("--port", type=int, help="the port (default: 7860, or the next that is free)")
+
+    examples = ("./tost-demo ./tost-space", "me/my-tost ./tost-space --title 'My ToST'")
+    add_argument = add_command(_space, "write a Space of the Hub with that page", *examples, parents=[output_parser])
     add_argument("--title", help="the page's title (default: the model's name)")
-    add_argument("--npm", metavar="FOLDER", help="`npm pack` tarballs of the JavaScript libraries (default: downloaded)")
     return parser
 
 
@@ -226,26 +229,29 @@ def _publish(folder: str, repo_id: str, *, license: str | None, space: bool, dry
     If it is interrupted, the repository is unchanged; run it again. Other files of the folder are not sent. It rejects tokens
     of the Hub, weights with NaN, weights that do not fit config.json, and a card without a license.
     """
-    from .hub.publishing import prepare_space, prepare_upload, publish, publish_space
+    from .hub.publishing import prepare_upload, publish
+    from .hub.spaces import check_space, publish_space
 
-    if license and space:
-        raise ValueError("--license is for a model's card; a Space has its own README.md, which `tost-hf space` wrote.")
+    if space:
+        private = options.pop("private")
+        if license or any(options.values()):
+            raise ValueError("--license, --tag, --revision and --create-pr are for models, not for a Space.")
+        check_space(folder)
+        if dry_run:
+            print(f"Dry run: nothing was sent. {folder} would be, all of it.")
+        else:
+            print(f"Published: {publish_space(folder, repo_id, private=private).commit_url}")
+        return
     if dry_run:
         with tempfile.TemporaryDirectory() as temporary:
             files = Path(temporary, "files")
-            if space:
-                prepare_space(folder, files)
-            else:
-                prepare_upload(folder, files, repo_id, license=license, tag=options["tag"])
+            prepare_upload(folder, files, repo_id, license=license, tag=options["tag"])
             print((files / "README.md").read_text(encoding="utf-8"))
             for path in sorted(filter(Path.is_file, files.rglob("*"))):
                 print(f"{path.stat().st_size:14,} bytes  {path.relative_to(files).as_posix()}")
         print("Dry run: nothing was sent. Above are the card and the files that would be.")
         return
-    if space:
-        commit = publish_space(folder, repo_id, **options)
-    else:
-        commit = publish(folder, repo_id, license=license, **options)
+    commit = publish(folder, repo_id, license=license, **options)
     print(f"Published: {commit.pr_url or commit.commit_url}")
 
 
@@ -275,11 +281,14 @@ def _info(model: str, *, revision: str | None) -> None:
 def _inspect(model: str, input: str, out: str, **options: Any) -> None:
     """Runs a model on one image or text and plots its memberships, class attention, compression, subspaces and entropies.
 
-    It writes PNG files and an index.html that explains them.
+    It writes PNG files and prints a table of the layers: the mean entropy of the memberships, in nats and as a fraction of
+    ln H, the compression term R and the coding rate R_c that it bounds, in nats, with each token or channel at unit norm.
     """
     from .interpret import inspect_path
 
-    for path in inspect_path(model, input, out, **options):
+    table, *pictures = inspect_path(model, input, out, **options)
+    print(table.read_text(encoding="utf-8"))
+    for path in (table, *pictures):
         print(f"Wrote {path}")
 
 
@@ -311,13 +320,22 @@ def _export(model: str, output: str, **options: Any) -> None:
     print(f"{exported.agreement}\nWrote {exported.folder}")
 
 
-def _space(model: str, output: str, **options: Any) -> None:
-    """Writes a folder with a page, the model as ONNX and the JavaScript libraries.
-
-    `npm pack` downloads the libraries, whose hashes are checked. `python -m http.server` in the folder shows the page;
-    `tost-hf publish --space OUT OWNER/NAME` publishes it as a Space.
+def _app(model: str, *, revision: str | None, port: int | None) -> None:
+    """Opens a page on this machine: classes of an image or text with their scores, or a text as the model writes it, and how
+    patches or tokens belong to the heads of each layer.
     """
-    from .space import write_space
+    from .app import launch_app
+
+    launch_app(model, revision=revision, server_port=port)
+
+
+def _space(model: str, output: str, **options: Any) -> None:
+    """Writes a Gradio Space with the page of `tost-hf app`: the model of a folder, or the name of a repository.
+
+    `pip install -r requirements.txt && python app.py` in the folder shows the page; `tost-hf publish --space OUT OWNER/NAME`
+    publishes it.
+    """
+    from .hub.spaces import write_space
 
     print(f"Wrote {write_space(model, output, **options)}")
 

@@ -2,12 +2,15 @@
 """The image processor of ToST vision models: that of transformers' ViT, with the authors' two evaluation crops."""
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import ViTImageProcessorPil
 from transformers.image_utils import is_pil_image
 from transformers.utils import is_vision_available
+
+from .extras import require
 
 
 if TYPE_CHECKING:
@@ -18,6 +21,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CROPS = ("center", "squash")
+
+
+def open_image(image: "str | os.PathLike | Image") -> "Image":
+    """Opens an image file, or takes a Pillow image, and turns it upright by its EXIF orientation, as transformers does.
+
+    Raises:
+        OSError, ValueError: there is no such file, or it is no image, or one of more than 8 bits per channel.
+        ImportError: Pillow is not installed.
+    """
+    require("PIL", "app")
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    opened = image
+    if not isinstance(opened, Image.Image):
+        if not os.path.isfile(opened):
+            raise FileNotFoundError(f"There is no file {os.fspath(opened)[:200]!r}; this model reads images.")
+        try:
+            opened = Image.open(opened)
+        except UnidentifiedImageError:
+            raise ValueError(f"{str(image)!r} is not an image; this model reads images.") from None
+    _check_depth(opened)
+    return ImageOps.exif_transpose(opened)
 
 
 def convert_image(image: "Image", num_channels: int) -> "Image":
@@ -130,4 +155,4 @@ def save_image_processor(config: "ToSTVisionConfig", folder: Path) -> None:
         make_image_processor(config).save_pretrained(folder)
 
 
-__all__ = ["CROPS", "convert_image", "make_image_processor", "save_image_processor"]
+__all__ = ["CROPS", "convert_image", "make_image_processor", "open_image", "save_image_processor"]

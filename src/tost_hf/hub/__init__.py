@@ -2,8 +2,9 @@
 """Hub integration: model cards, publishing in one commit, verification."""
 
 from .cards import build_card
-from .publishing import prepare_upload, publish, publish_space, upload
+from .publishing import prepare_upload, publish, upload
+from .spaces import publish_space, write_space
 from .verification import verify
 
 
-__all__ = ["build_card", "prepare_upload", "publish", "publish_space", "upload", "verify"]
+__all__ = ["build_card", "prepare_upload", "publish", "publish_space", "upload", "verify", "write_space"]

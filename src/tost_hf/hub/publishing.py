@@ -30,8 +30,7 @@ REPLACED_FILES = [  # of an earlier version: what from_pretrained would load bes
     *("tiktoken.model", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "additional_chat_templates/*"),
     *(*RESULT_FILES, *{name for model_type in AUTO_MAPS for name in code_files(model_type)}),
 ]
-SPACE_FILES = (CARD, "space.json", "index.html", "tost.js", "samples/*", "vendor/*", "model/*")  # of `tost-hf space`
-TEXT_SUFFIXES = (".json", ".jinja", ".md", ".txt", ".py", ".js", ".html", "")
+TEXT_SUFFIXES = (".json", ".jinja", ".md", ".txt", ".py", "")
 HUB_TOKEN = re.compile(r"\bhf_(?:[A-Za-z0-9]{30,}|(?:oauth|jwt)_[\w.-]{20,})")
 
 
@@ -92,7 +91,7 @@ def prepare_upload(
         >>> prepare_upload("./my-tost", "./to-upload", "me/my-tost", license="apache-2.0").num_parameters()
     """
     source, target = Path(folder), Path(output_dir)
-    _check_repo_id(repo_id)
+    check_repo_id(repo_id)
     check_folder(target, overwrite=False, sources=[source])
     config = load_config(source)
     model, processor = load_model(source, config), load_processor(source, config)
@@ -172,33 +171,8 @@ def _describe_processor(processor: Any) -> Any:
     return processor.get_vocab(), processor.special_tokens_map, processor.chat_template, processor("A few words.")["input_ids"]
 
 
-def publish_space(folder: str | os.PathLike, repo_id: str, **options: Any) -> CommitInfo:
-    """Publishes a folder that `tost-hf space` wrote as a static Space, by `upload`, whose options these are.
-
-    Example:
-        >>> publish_space("./my-page", "me/my-page").commit_url
-    """
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
-        prepare_space(folder, temporary)
-        return upload(temporary, repo_id, repo_type="space", **options)
-
-
-def prepare_space(folder: str | os.PathLike, output_dir: str | os.PathLike) -> None:
-    """Copies the files that `publish_space` uploads.
-
-    Raises:
-        ValueError: `tost-hf space` did not write the folder; it contains a token of the Hub, or a link out of the folder.
-    """
-    source, target = Path(folder), Path(output_dir)
-    paths = [path for pattern in SPACE_FILES for path in source.glob(pattern) if path.is_file()]
-    names = [path.relative_to(source).as_posix() for path in paths]
-    if not {CARD, "space.json", "model/export.json"} <= set(names):
-        raise ValueError(f"{source} is not a page that `tost-hf space` wrote; write one with `tost-hf space MODEL {source}`.")
-    _copy_files(source, target, names)
-    check_texts(target)
-
-
-def _check_repo_id(repo_id: str) -> None:
+def check_repo_id(repo_id: str) -> None:
+    """Raises ValueError for what cannot be the name of a repository, or has no owner."""
     validate_repo_id(repo_id)
     if "/" not in repo_id:
         raise ValueError(f"Name the repository OWNER/NAME, with the user or organization that it belongs to, not {repo_id!r}.")
@@ -209,7 +183,6 @@ def upload(
     folder: str | os.PathLike,
     repo_id: str,
     *,
-    repo_type: str = "model",
     tag: str | None = None,
     private: bool | None = None,
     revision: str | None = None,
@@ -222,7 +195,6 @@ def upload(
     it, unless the Hub's answer is lost.
 
     Args:
-        repo_type: "model" or "space", of a static page.
         tag: a tag for the commit.
         private: whether a newly created repository is private.
         revision: the branch to commit to, created from main if it does not exist.
@@ -236,36 +208,35 @@ def upload(
         OSError: the Hub rejected the commit or could not be reached, and nothing became visible; or it rejected the tag.
         ValueError: the tag exists, or the repository is public and not to be; a pull request can have no tag.
     """
-    _check_repo_id(repo_id)
+    check_repo_id(repo_id)
     if create_pr and (tag or revision):
         raise ValueError("A pull request (create_pr) is opened against main and not tagged; leave out revision and tag.")
     api = HfApi(token=token, library_name="tost_hf", library_version=__version__)
     created = ""  # what exists for this commit only; `delete` deletes it
     delete: Callable[[], object]
-    if not api.repo_exists(repo_id, repo_type=repo_type):
-        api.create_repo(repo_id, repo_type=repo_type, private=private, space_sdk="static" if repo_type == "space" else None)
-        created, delete = "repository", partial(api.delete_repo, repo_id, repo_type=repo_type)
-    elif private and not api.repo_info(repo_id, repo_type=repo_type).private:
+    if not api.repo_exists(repo_id):
+        api.create_repo(repo_id, private=private)
+        created, delete = "repository", partial(api.delete_repo, repo_id)
+    elif private and not api.repo_info(repo_id).private:
         raise ValueError(f"{repo_id} exists and is public: make it private in its settings, or leave out --private.")
-    elif tag and api.revision_exists(repo_id, tag, repo_type=repo_type):
+    elif tag and api.revision_exists(repo_id, tag):
         raise ValueError(f"{repo_id} already has the tag {tag!r}; choose another tag, or delete it first.")
     try:
-        if revision is not None and not api.revision_exists(repo_id, revision, repo_type=repo_type):
-            api.create_branch(repo_id, branch=revision, repo_type=repo_type)
+        if revision is not None and not api.revision_exists(repo_id, revision):
+            api.create_branch(repo_id, branch=revision)
             if not created:
                 created = f"branch {revision}"
-                delete = partial(api.delete_branch, repo_id, branch=revision, repo_type=repo_type)
+                delete = partial(api.delete_branch, repo_id, branch=revision)
         new_files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
         paths: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in new_files}
-        old_names = sorted(set(api.list_repo_files(repo_id, revision=revision, repo_type=repo_type)) - paths.keys())
-        deleted = filter_repo_objects(old_names, allow_patterns=REPLACED_FILES) if repo_type == "model" else ()
+        old_names = sorted(set(api.list_repo_files(repo_id, revision=revision)) - paths.keys())
+        deleted = filter_repo_objects(old_names, allow_patterns=REPLACED_FILES)
         if ".gitignore" in old_names:  # the Hub would leave out, without an error, the files that it names
             paths[".gitignore"] = f"{TRAINING_ARGS}\n".encode()
         # not by upload_folder, which makes several commits of one folder where the upload takes minutes (with Xet)
         commit = api.create_commit(
             repo_id,
             [*(CommitOperationAdd(name, path) for name, path in paths.items()), *map(CommitOperationDelete, deleted)],
-            repo_type=repo_type,
             revision=revision,
             commit_message=f"Publish with tost_hf {__version__}",
             create_pr=create_pr,
@@ -281,7 +252,7 @@ def upload(
         raise OSError(f"{error!r}: {repo_id} was not published. {outcome}") from error
     if tag:
         try:
-            api.create_tag(repo_id, tag=tag, revision=commit.oid, repo_type=repo_type)
+            api.create_tag(repo_id, tag=tag, revision=commit.oid)
         except Exception as error:
             raise OSError(f"{commit.commit_url} is published, without its tag ({error!r}): run it again.") from error
     return commit

@@ -12,7 +12,7 @@ float64:
 >>> compression_terms(trace).variational  # (B, L): the objective that each layer descends
 ```
 
-`inspect_model` and `inspect_path` compute all of it for one image or text, and write plots with a page that explains them.
+`inspect_model` and `inspect_path` compute all of it for one image or text, and write plots and a table of the layers.
 The functions of `tost_hf.interpret.plots` return single plots as matplotlib figures:
 
 ```python
@@ -23,6 +23,7 @@ The functions of `tost_hf.interpret.plots` return single plots as matplotlib fig
 ```
 """
 
+from .inspection import inspect_model, inspect_path
 from .quantities import (
     NORMALIZATIONS,
     ClustersScore,
@@ -38,7 +39,6 @@ from .quantities import (
     subspace_gram,
     token_decay,
 )
-from .report import inspect_model, inspect_path
 from .trace import ModelTrace, trace_model
 
 

@@ -2,7 +2,8 @@
 """Quantities as matplotlib figures, 1,280 pixels wide; `layers` are the model's numbers, from 0 as are the heads'.
 
 Numbers are drawn in cividis or viridis, which the color-blind can tell apart; heads in the colors of Okabe and Ito, which
-repeat hatched past the eighth.
+repeat hatched past the eighth. Color scales start at 0 and are the same for all layers, as a scale from the smallest to the
+largest value would draw memberships of 8.8 % to 9.3 % like ones of 0 to 1.
 """
 
 import math
@@ -31,13 +32,18 @@ def head_style(head: int) -> tuple[str, int]:
 
 
 def strongest_heads(memberships: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The strength of each token or patch, and its strongest head, from memberships (H, ...).
+    """The strongest head of each token or patch, and by how much it leads, from memberships (H, ...).
 
-    Strength is how far the largest membership exceeds the uniform membership 1 / H, scaled to a maximum of 1.
+    Returns:
+        The lead, 0 where the memberships are uniform (1 / H) to 1 where the largest is at least 2 / H; and the head.
     """
     largest, strongest = memberships.max(0)
-    excess = (largest - 1 / memberships.shape[0]).clamp_min(0)
-    return excess / excess.max().clamp_min(1e-12), strongest
+    return (largest * memberships.shape[0] - 1).clamp(0, 1), strongest
+
+
+def scale_limit(memberships: torch.Tensor) -> float:
+    """The upper end of the color scale of memberships (..., H, T): the largest one, and at least twice the uniform 1 / H."""
+    return max(2 / memberships.shape[-2], float(memberships.max()))
 
 
 def _make_figure(height: float) -> "Figure":
@@ -46,12 +52,20 @@ def _make_figure(height: float) -> "Figure":
     return Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
 
 
-def _add_colorbar(figure: "Figure", mappable: Any, axes: Any, label: str = "", aspect: float = 20, shrink: float = 1) -> None:
+def _add_colorbar(figure: "Figure", mappable: Any, axes: Any, label: str = "", aspect: float = 20, shrink: float = 1) -> Any:
     bar = figure.colorbar(mappable, ax=axes, aspect=aspect, shrink=shrink, pad=0.01)
     bar.set_label(label, fontsize=8)
     bar.ax.tick_params(labelsize=6)
     bar.ax.locator_params(nbins=4)
-    bar.ax.ticklabel_format(axis="y", useOffset=False)
+    return bar
+
+
+def _add_scale(figure: "Figure", mappable: Any, axes: Any, uniform: float, aspect: float = 20) -> None:
+    """Adds a color bar from 0 on which the uniform value is marked."""
+    bar = _add_colorbar(figure, mappable, axes, aspect=aspect)
+    limit = mappable.get_clim()[1]
+    bar.set_ticks([uniform, limit], labels=[f"{uniform:.2g}\nuniform", f"{limit:.2g}"])
+    bar.ax.axhline(uniform, color="white", linewidth=1)
 
 
 def _show_picture(axis, picture: torch.Tensor, pale: bool = False) -> Any:
@@ -63,15 +77,27 @@ def _show_picture(axis, picture: torch.Tensor, pale: bool = False) -> Any:
     return axis.imshow(picture.numpy())
 
 
-def plot_membership_maps(maps: torch.Tensor, picture: torch.Tensor, layers: Sequence[int]) -> "Figure":
-    """Pi, or the class token's attention, of each layer and head over the picture, with one color scale per layer.
+def plot_membership_maps(
+    maps: torch.Tensor,
+    picture: torch.Tensor,
+    layers: Sequence[int],
+    *,
+    uniform: float | None = None,
+    limit: float | None = None,
+    heads_per_line: int = HEADS_PER_LINE,
+) -> "Figure":
+    """Pi, or the class token's attention, of each layer and head over the picture, with one color scale from 0.
 
     Args:
         maps: (layers, H, rows, columns), one value per patch; a patch is drawn as a square of its size in the picture.
         picture: (height, width, 3), from 0 to 1.
+        uniform: the value of uniform maps, which is marked on the scale; by default the membership 1 / H.
+        limit: the upper end of the scale; by default the largest value, and at least twice the uniform one.
     """
     heads = maps.shape[1]
-    columns, lines = min(heads, HEADS_PER_LINE), math.ceil(heads / HEADS_PER_LINE)
+    uniform = 1 / heads if uniform is None else uniform
+    limit = max(2 * uniform, float(maps.max())) if limit is None else limit
+    columns, lines = min(heads, heads_per_line), math.ceil(heads / heads_per_line)
     aspect = picture.shape[0] / picture.shape[1]
     title_height = 0.22 * (len(maps) * lines if lines > 1 else 1)
     figure = _make_figure(0.3 + title_height + len(maps) * lines * aspect * 0.92 * WIDTH / (columns + 2))
@@ -81,14 +107,13 @@ def plot_membership_maps(maps: torch.Tensor, picture: torch.Tensor, layers: Sequ
             axis.axis("off")
         _show_picture(panels[0, 0], picture)
         panels[0, 0].set_ylabel(f"layer {layer}", fontsize=8)
-        low, high = float(values.min()), float(values.max())
         for head, membership in enumerate(values):
             axis = panels[head // columns, 1 + head % columns]
             extent = _show_picture(axis, picture, pale=True).get_extent()
-            image = axis.imshow(membership.numpy(), cmap="viridis", vmin=low, vmax=high, alpha=0.8, extent=extent)
+            image = axis.imshow(membership.numpy(), cmap="viridis", vmin=0, vmax=limit, alpha=0.8, extent=extent)
             if lines > 1 or i == 0:
                 axis.set_title(f"head {head}", fontsize=8)
-        _add_colorbar(figure, image, panels.ravel().tolist(), aspect=10 * lines)
+        _add_scale(figure, image, panels.ravel().tolist(), uniform, aspect=10 * lines)
     return figure
 
 
@@ -104,7 +129,7 @@ def _layer_grid(panels: int, aspect: float) -> tuple["Figure", list]:
 
 
 def plot_strongest_heads(maps: torch.Tensor, picture: torch.Tensor, layers: Sequence[int]) -> "Figure":
-    """The strongest head of each patch, from Pi (layers, H, rows, columns), over the picture; paler where it is weaker."""
+    """The strongest head of each patch, from Pi (layers, H, rows, columns), over the picture; pale where it barely leads."""
     from matplotlib.colors import to_rgba_array
     from matplotlib.patches import Patch
 
@@ -114,12 +139,12 @@ def plot_strongest_heads(maps: torch.Tensor, picture: torch.Tensor, layers: Sequ
     axes[0].set_title("input", fontsize=9)
     colors, marks = zip(*(head_style(head) for head in range(heads)))
     for axis, values, layer in zip(axes[1:], maps, layers):
-        strength, strongest = strongest_heads(values)
+        lead, strongest = strongest_heads(values)
         left, right, bottom, top = extent = _show_picture(axis, picture, pale=True).get_extent()
-        axis.imshow(to_rgba_array(colors)[strongest.numpy()], alpha=(0.25 + 0.6 * strength).numpy(), extent=extent)
+        axis.imshow(to_rgba_array(colors)[strongest.numpy()], alpha=(0.05 + 0.8 * lead).numpy(), extent=extent)
         edges = np.linspace(left, right, columns + 1), np.linspace(top, bottom, rows + 1)
         for mark in set(marks) - {0}:
-            hatch_mask = np.where(np.array(marks)[strongest.numpy()] == mark, 1.0, math.nan)
+            hatch_mask = np.where((np.array(marks)[strongest.numpy()] == mark) & (lead.numpy() > 0.25), 1.0, math.nan)
             axis.pcolor(*edges, hatch_mask, hatch=HATCHES[mark], facecolor="none", edgecolor="#333", linewidth=0)
         axis.set_title(f"layer {layer}", fontsize=9)
     patches = [
@@ -131,10 +156,10 @@ def plot_strongest_heads(maps: torch.Tensor, picture: torch.Tensor, layers: Sequ
 
 
 def plot_entropy_maps(entropy: torch.Tensor, heads: int, layers: Sequence[int]) -> "Figure":
-    """Entropy of each patch's membership (layers, rows, columns), in nats; one scale, up to ln H, for all layers."""
+    """Entropy of each patch's membership (layers, rows, columns), in nats; one scale, from 0 to ln H, for all layers."""
     figure, axes = _layer_grid(len(entropy), entropy.shape[1] / entropy.shape[2])
     for axis, values, layer in zip(axes, entropy, layers):
-        image = axis.imshow(values.numpy(), cmap="cividis", vmin=float(entropy.min()), vmax=math.log(heads))
+        image = axis.imshow(values.numpy(), cmap="cividis", vmin=0, vmax=math.log(heads))
         axis.set(xticks=[], yticks=[])
         axis.set_title(f"layer {layer}\nmean {values.mean():.3f}", fontsize=8)
     _add_colorbar(figure, image, axes, "nats", aspect=12)
@@ -160,27 +185,36 @@ def plot_entropy_by_position(buckets: "EntropyByPosition", heads: int, layers: S
     return figure
 
 
-def plot_membership_tokens(maps: torch.Tensor, layers: Sequence[int], line: float = 0.09) -> "Figure":
-    """Pi (layers, H, T) along a sequence: a strip for each layer, heads from top to bottom, each `line` inches high."""
-    num_layers, heads, _ = maps.shape
-    figure = _make_figure(0.7 + num_layers * max(0.7, line * heads))
-    axes = figure.subplots(num_layers, 1, squeeze=False, sharex=True)[:, 0]
-    ticks = range(0, heads, 1 + heads // 8)
-    for axis, values, layer in zip(axes, maps, layers):
-        image = axis.imshow(values.numpy(), cmap="viridis", aspect="auto", interpolation="nearest")
-        axis.set_yticks(ticks, [str(head) for head in ticks], fontsize=7)
-        axis.set_ylabel(f"layer {layer}\nhead", fontsize=8)
-        _add_colorbar(figure, image, axis)
-    axes[-1].tick_params(axis="x", labelsize=7)
-    axes[-1].set_xlabel("position in the sequence", fontsize=8)
+def plot_membership_tokens(maps: torch.Tensor, layers: Sequence[int]) -> "Figure":
+    """Pi (layers, H, T) along a sequence: a strip for each layer, heads from top to bottom, with one color scale from 0."""
+    figure, images = _plot_strips(maps, layers, scale_limit(maps), line=0.09)
+    for image in images:
+        _add_scale(figure, image, image.axes, 1 / maps.shape[1])
     return figure
 
 
+def _plot_strips(values: torch.Tensor, layers: Sequence[int], limit: float, line: float) -> tuple["Figure", list]:
+    """Values (layers, H, T) from 0 to `limit`; each head's line is `line` inches high. Returns the figure and its images."""
+    num_layers, heads, _ = values.shape
+    figure = _make_figure(0.7 + num_layers * max(0.7, line * heads))
+    axes = figure.subplots(num_layers, 1, squeeze=False, sharex=True)[:, 0]
+    ticks = range(0, heads, 1 + heads // 8)
+    images = []
+    for axis, strip, layer in zip(axes, values, layers):
+        images.append(axis.imshow(strip.numpy(), cmap="viridis", vmin=0, vmax=limit, aspect="auto", interpolation="nearest"))
+        axis.set_yticks(ticks, [str(head) for head in ticks], fontsize=7)
+        axis.set_ylabel(f"layer {layer}\nhead", fontsize=8)
+    axes[-1].tick_params(axis="x", labelsize=7)
+    axes[-1].set_xlabel("position in the sequence", fontsize=8)
+    return figure, images
+
+
 def plot_decay(decay: torch.Tensor, half_lives: torch.Tensor, layers: Sequence[int]) -> "Figure":
-    """Decay (layers, H, T) along a sequence, as `plot_membership_tokens`, beside each head's half-life (layers, H)."""
-    figure = plot_membership_tokens(decay, layers, line=0.14)
-    for axis, half_life in zip(figure.axes, half_lives.tolist()):  # the strips come before their color bars
-        half_life_axis = axis.secondary_yaxis("right")
+    """Decay (layers, H, T), from 0 to 1, along a sequence, beside each head's half-life (layers, H)."""
+    figure, images = _plot_strips(decay, layers, 1.0, line=0.14)
+    for image, half_life in zip(images, half_lives.tolist()):
+        _add_colorbar(figure, image, image.axes)
+        half_life_axis = image.axes.secondary_yaxis("right")
         half_life_axis.set_yticks(range(len(half_life)), [f"{x:.2g}" if x < 10 else f"{x:.0f}" for x in half_life], fontsize=7)
         half_life_axis.set_ylabel("half-life,\ntokens", fontsize=7)
     return figure
