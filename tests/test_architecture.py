@@ -15,7 +15,7 @@ LAYERS = (
     ("cache_files",),
     ("image_processing",),
     ("hub", "parallel"),
-    ("training", "convert", "export", "interpret", "serving", "vllm"),
+    ("training", "convert", "export", "interpret", "vllm"),
     ("space",),
     ("__init__",),
     ("cli",),

@@ -297,15 +297,28 @@ def _serve(serve_args: list[str]) -> None:
 
     It handles one request at a time: for more users run `vllm serve MODEL`, where tost-hf is installed.
     """
+    import torch
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from transformers import AutoConfig
     from transformers.utils.import_utils import is_serve_available
 
     from .extras import install_command
+    from .hub.loading import check_model_exists
 
     if not is_serve_available():
         raise ImportError(f"The server needs more packages: {install_command('serve')}")
-    from .serving import serve
+    from transformers.cli.transformers import app
 
-    serve(serve_args)
+    options = app.commands["serve"].make_context("serve", list(serve_args), resilient_parsing=True).params
+    if options["force_model"] is not None:  # for a model that does not exist, transformers asks the Hub for two minutes
+        name, _, revision = options["force_model"].partition(":")[0].partition("@")
+        check_model_exists(name, revision or None)
+        if os.path.isdir(name) and AutoConfig.from_pretrained(name).model_type == "tost_vision":
+            raise ValueError(f"{name} is a model of images; the server is for models that generate text.")
+    if str(options["device"]).startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("PyTorch finds no CUDA device: leave out --device, or give --device cpu.")
+    os.makedirs(HF_HUB_CACHE, exist_ok=True)  # without it /v1/models of transformers 5.19 fails
+    app(["serve", *serve_args], prog_name="tost-hf")
 
 
 def _export(model: str, output: str, **options: Any) -> None:
