@@ -32,6 +32,7 @@ from scoring import bigram_loss, score
 from scripting import has_bf16_instructions, recorded_command, save_with_section
 from texts import train_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import GenerationConfig
 from transformers.utils import is_torch_bf16_gpu_available
 
 from tost_hf import ToSTConfig
@@ -111,6 +112,8 @@ def train(args: argparse.Namespace, size: Size) -> None:
             train_tokenizer((document[:max_characters] for document in documents), scratch, size.vocab_size)
             options |= model_options(args.model, size) | {"tokenizer_name": scratch}
         run_clm.main(command_line(args, size, options))
+    # transformers' server samples only with models that ask for it
+    GenerationConfig.from_pretrained(args.output_dir, do_sample=True).save_pretrained(args.output_dir)
 
 
 def choose_size(args: argparse.Namespace, sizes: dict):

@@ -132,7 +132,9 @@ def test_training_a_language_model(tmp_path, monkeypatch, capsys, model):
     baseline, loss = (results[name] for name in ("Baseline: loss of bigrams, nats per token", LOSS))
     assert 0 < baseline < loss  # two steps are too few to beat bigrams
     assert results["Copying: loss of a passage, nats per token"] == pytest.approx(loss, rel=0.1)
-    config = AutoModelForCausalLM.from_pretrained(output).config
+    trained = AutoModelForCausalLM.from_pretrained(output)
+    config = trained.config
+    assert trained.generation_config.do_sample
     assert config.model_type == {"gpt2": "gpt2", "mamba2": "mamba2"}.get(model, "tost")
     if config.model_type == "tost":
         assert ("full_attention" in config.layer_types) == (model == "hybrid")
