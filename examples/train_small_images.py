@@ -38,7 +38,7 @@ from tost_hf.interpret import inspect_path
 from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
 
 
-MEMBERSHIPS_SUFFIX = "-memberships"  # of the page's folder, outside the model's, which is published
+MEMBERSHIPS_SUFFIX = "-memberships"  # of the pictures' folder, outside the model's, which is published
 HELD_OUT_FRACTION = 0.1
 CURVE_IMAGES = 1000  # held-out images evaluated during training
 
@@ -159,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     if AutoConfig.from_pretrained(args.output_dir).attention_type == "tssa":
         example = splits["validation"][0]
         image = script.read_image(example["source"], example["image"])
-        inspect_path(args.output_dir, image, f"{Path(args.output_dir)}{MEMBERSHIPS_SUFFIX}")
+        inspect_path(args.output_dir, image, f"{Path(args.output_dir)}{MEMBERSHIPS_SUFFIX}", overwrite=True)
     print(section)
 
 

@@ -16,7 +16,7 @@ LAYERS = (
     ("image_processing",),
     ("hub", "parallel"),
     ("training", "convert", "export", "interpret", "vllm"),
-    ("space",),
+    ("app",),
     ("__init__",),
     ("cli",),
 )

@@ -172,6 +172,6 @@ def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsy
     assert results["Accuracy (top-1)"] == pytest.approx(sum(accuracies) / 300)
     for name in (training_runs.CURVES, classification.CONFUSION):
         assert published[name].startswith(b"\x89PNG") and f"({name})" in card
-    assert (tmp_path / "model-memberships/index.html").is_file()
+    assert (tmp_path / "model-memberships/layers.md").is_file()
 
     check_training_further(train_small_images, command, ["--trunk", "xca"], capsys)

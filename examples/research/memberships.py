@@ -28,6 +28,7 @@ from transformers import AutoModelForImageClassification, PreTrainedModel, ViTIm
 
 from tost_hf import ToSTForImageClassification
 from tost_hf.interpret import membership_maps, trace_model
+from tost_hf.interpret.plots import scale_limit
 from tost_hf.interpret.quantities import cluster_patches
 
 
@@ -89,12 +90,13 @@ def plot_heads(model: PreTrainedModel, pixels: torch.Tensor, images: torch.Tenso
     heads = [(layer, int(explained[layer].argmax())) for layer in layers]
     figure = Figure(figsize=(1.5 * (2 + len(heads)), 1.5 * len(pixels) + 0.3), layout="constrained")
     axes = figure.subplots(len(pixels), 2 + len(heads), squeeze=False)
+    limit = scale_limit(trace.memberships)
     titles = ["photograph", "k-means", *(f"layer {layer}, head {head}" for layer, head in heads)]
     for panels, image, labels, maps in zip(axes, images, clusters, membership_maps(trace)):
         panels[0].imshow(image.numpy())
         panels[1].imshow(labels.numpy(), cmap="tab10", vmax=9)
         for axis, (layer, head) in zip(panels[2:], heads):
-            axis.imshow(maps[layer, head].numpy(), cmap="viridis")
+            axis.imshow(maps[layer, head].numpy(), cmap="viridis", vmin=0, vmax=limit)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
     for axis, title in zip(axes[0], titles):

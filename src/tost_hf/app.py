@@ -163,7 +163,7 @@ def _add_image_page(model: Any, processor: Any) -> None:
         if file is None:
             return None
         image = open_image(file)  # transformers would convert to RGB for a model of gray images, too
-        return page.classify(run, image if config.num_channels == 3 else np.asarray(image.convert("L")))
+        return page.classify(run, image if config.num_channels == 3 else np.asarray(image.convert("L"))[None])
 
     def look(file: str | None, layer: int, enlarge: bool) -> list[Any]:
         if file is None:
@@ -203,7 +203,7 @@ def _add_image_page(model: Any, processor: Any) -> None:
         inputs, outputs = [file, layer, enlarge], [note, *figures]
         page.on(changed.then if changed else file.change, look, inputs, outputs)
         for setting in (layer, enlarge):
-            page.on(setting.input, look, inputs, outputs)
+            page.on(setting.input, look, inputs, outputs, api_visibility="private")
 
 
 # Texts ------------------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def _add_text_page(model: Any, tokenizer: Any, prompts: list[str]) -> None:
             titles.append("Decay: what remains of each head's sums at each token, and tokens after which half remains")
         figures = _add_figures(titles)
         page.on(changed.then if changed else start.click, look, [shown, layer], [colored, *figures])
-        page.on(layer.input, look, [shown, layer], [colored, *figures])
+        page.on(layer.input, look, [shown, layer], [colored, *figures], api_visibility="private")
 
 
 def _generate(page: _Page, run: Any, prompt: str, temperature: float, tokens: int) -> Iterator[tuple[str, str]]:
@@ -297,7 +297,7 @@ def _generate(page: _Page, run: Any, prompt: str, temperature: float, tokens: in
             length = cache.get_seq_length()
             speed = max(length - num_read, 0) / (time.monotonic() - begin)
             state = _describe_cache(cache.layers, config, page.layers, length)
-            yield text, (line := f"{length:,} tokens, {speed:.0f} a second. {state}")
+            yield text, (line := f"{length:,} tokens read, {speed:.0f} a second. {state}")
         thread.join()
         if isinstance(results[0], Exception):
             raise results[0]

@@ -1,8 +1,6 @@
-"""The report of `inspect`: the contents of its page and pictures, and which files it may overwrite."""
+"""`tost-hf inspect`: its pictures and its table, the color scales, and which files it may overwrite."""
 
-import html
 import itertools
-import re
 import sys
 
 import numpy as np
@@ -13,9 +11,9 @@ from conftest import randomize, small_vision_config, tiny_vision_model
 import tost_hf
 from tost_hf import interpret
 from tost_hf.cli import main
-from tost_hf.image_processing import make_image_processor
+from tost_hf.image_processing import make_image_processor, open_image
 from tost_hf.interpret import plots
-from tost_hf.interpret.report import load_image
+from tost_hf.interpret.inspection import prepare_image
 
 
 Image = pytest.importorskip("PIL.Image")
@@ -29,16 +27,12 @@ def assert_not_blank(file) -> None:
     assert pixels.std() > 5
 
 
-def check_report(files, folder):
-    """Checks for a page and the pictures that it shows, none of them blank; returns the page's HTML."""
-    assert files[0] == folder / "index.html" and sorted(files) == sorted(folder.iterdir())
-    page = files[0].read_text()
-    assert 'name="viewport"' in page and "prefers-color-scheme: dark" in page
-    pictures = re.findall("<img src='(.*?)'", page)
-    assert len(pictures) >= 4 and {path.name for path in files[1:]} == set(pictures)
-    for name in pictures:
-        assert_not_blank(folder / name)
-    return page
+def check_files(files, folder) -> str:
+    """Checks for a table and several pictures, none of them blank; returns the table."""
+    assert files[0] == folder / "layers.md" and sorted(files) == sorted(folder.iterdir()) and len(files) >= 5
+    for file in files[1:]:
+        assert_not_blank(file)
+    return files[0].read_text()
 
 
 @pytest.fixture
@@ -48,33 +42,29 @@ def photo(tmp_path):
     return tmp_path / "photo.png"
 
 
-def test_image_report(photo, tmp_path):
-    model, out = tiny_vision_model(id2label={0: "a <b> cat"}, num_labels=1), tmp_path / "out"
+def test_image(photo, tmp_path):
+    model, out = tiny_vision_model(), tmp_path / "out"
     files = interpret.inspect_model(model, None, photo, out, layers=[2, 0])
-    page = check_report(files, out)
-    assert "a &lt;b&gt; cat (100.0%)" in page and "16 x 16" in page
-    assert "4 x 4, too few" in page and "--image-size 128 " in page
+    table = check_files(files, out)
+    assert "16 x 16 pixels" in table and "4 x 4 patches, too few" in table and "--image-size 128 " in table
     assert {"class_attention.png", "compression.png"} <= {path.name for path in files}
-    terms = interpret.compression_terms(interpret.trace_model(model, pixel_values=load_image(model, None, photo)[0]))
-    assert f"{terms.variational[0, 2]:.2f}" in page and f"{terms.coding_rate[0, 0]:.2f}" in page
-    assert interpret.inspect_model(model, None, photo, out)[0] == files[0]  # replaces the earlier report
-    for file in files:
-        file.write_text("mine")
-        with pytest.raises(FileExistsError, match=file.name):
-            interpret.inspect_model(model, None, photo, out)
-        file.unlink()
+    pixel_values = prepare_image(model, None, open_image(photo))[0]
+    terms = interpret.compression_terms(interpret.trace_model(model, pixel_values=pixel_values))
+    assert f"{terms.variational[0, 2]:.2f}" in table and f"{terms.coding_rate[0, 0]:.2f}" in table
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        interpret.inspect_model(model, None, photo, out)
+    assert interpret.inspect_model(model, None, photo, out, overwrite=True) == files
 
 
 def test_one_head_and_one_layer_of_a_backbone(tmp_path, photo):
     """Without other heads to overlap with, and without class attention."""
     config = small_vision_config(num_attention_heads=1, num_hidden_layers=1)
     files = interpret.inspect_model(randomize(tost_hf.ToSTBackbone(config)).eval(), None, photo, tmp_path / "out")
-    page = check_report(files, tmp_path / "out")
-    assert "<td>-</td>" in page and "class_attention.png" not in page
+    assert " - |" in check_files(files, tmp_path / "out") and tmp_path / "out/class_attention.png" not in files
 
 
 @pytest.mark.parametrize("decay_type", ["none", "token"])
-def test_text_report(decay_type, tokenizer, tmp_path):
+def test_text(decay_type, tokenizer, tmp_path):
     """A hybrid inspects a string and a file, of which it shows the first tokens."""
     config = tost_hf.ToSTConfig.from_preset(
         "tost-hybrid-base",
@@ -83,33 +73,39 @@ def test_text_report(decay_type, tokenizer, tmp_path):
         max_position_embeddings=64,
     )
     model, out = randomize(tost_hf.ToSTForCausalLM(config)).eval(), tmp_path / "out"
-    page = check_report(interpret.inspect_model(model, tokenizer, "What was it that we forgot?", out), out)
-    assert ("decay.png" in page) == (decay_type != "none") and "3 TSSA layers of 12 heads" in page
-    assert "layers 3: softmax attention" in page and re.findall(r"<summary>(.*?)<", page) == ["Layer 0", "Layer 1", "Layer 2"]
+    files = interpret.inspect_model(model, tokenizer, "What was it that we forgot?", out)
+    table = check_files(files, out)
+    assert (out / "decay.png" in files) == (decay_type != "none") and "3 TSSA layers of 12 heads" in table
+    assert "layers 3 (softmax attention)" in table
+    assert [line.split("|")[1].strip() for line in table.splitlines()[-3:]] == ["0", "1", "2"]
     (tmp_path / "text.txt").write_text(text := "the heads of the model " * 30)
     total = len(tokenizer(text).input_ids)
     for options, shown in (({}, 64), ({"max_tokens": 9}, 9)):  # the model's positions end at 64
-        page = interpret.inspect_model(model, tokenizer, tmp_path / "text.txt", out, **options)[0].read_text()
-        assert f"the first {shown} of {total}<" in page and page.count('title="token ') == 3 * shown
+        files = interpret.inspect_model(model, tokenizer, tmp_path / "text.txt", out, overwrite=True, **options)
+        assert f"the first {shown} of {total} tokens" in files[0].read_text()
 
 
-def test_colors_of_a_text(text_model, tokenizer, tmp_path):
-    """A span for each token, with its strongest head; together they are the text, characters of several tokens too."""
-    text = "Grüße <b> of\n the ✓ heads"
-    trace = interpret.trace_model(text_model, **tokenizer(text, return_tensors="pt"))
-    page = interpret.inspect_model(text_model, tokenizer, text, tmp_path / "out")[0].read_text()
-    for layer, section in enumerate(re.findall(r"<details.*?</details>", page, re.DOTALL)):
-        spans = re.findall(
-            r'<span class="head(\d)" style="--strength: ([\d.]+)" title="(.*?)">(.*?)</span>', section, re.DOTALL
-        )
-        assert "".join(html.unescape(piece) for *_, piece in spans) == text
-        memberships = trace.memberships[0, layer]
-        assert [int(head) for head, *_ in spans] == memberships.argmax(0).tolist()
-        assert [title for _, _, title, _ in spans] == [
-            f"token {i}: head {head}, {values[head]:.2f}"
-            for i, (head, values) in enumerate(zip(memberships.argmax(0), memberships.T))
-        ]
-        assert max(float(strength) for _, strength, *_ in spans) == 1
+def test_color_scales_do_not_stretch_small_differences():
+    """From 0 to at least twice the uniform membership, which is marked, in all layers; pale where a head barely leads."""
+    nearly_uniform = torch.full((2, 4, 3, 3), 0.25)
+    nearly_uniform[:, 0] += 0.005
+    one_strong = nearly_uniform.clone()
+    one_strong[1, 2, 0, 0] = 0.9
+    for maps, limit in ((nearly_uniform, 0.5), (one_strong, 0.9)):
+        panels = plots.plot_membership_maps(maps, torch.zeros(9, 9, 3), range(2))
+        strips = plots.plot_membership_tokens(maps.flatten(2), range(2))
+        for figure, images_of_an_axis, count in ((panels, 2, 8), (strips, 1, 2)):  # maps lie over the picture
+            scales = [axis.images[-1].get_clim() for axis in figure.axes if len(axis.images) == images_of_an_axis]
+            assert [scale for scale in scales if scale == (0, pytest.approx(limit))] == scales[-count:]
+            labels = [label.get_text() for axis in figure.axes for label in axis.get_yticklabels()]
+            assert labels.count("0.25\nuniform") == 2
+    lead, strongest = plots.strongest_heads(one_strong[1])
+    assert lead[0, 0] == 1 and strongest[0, 0] == 2 and lead[1, 1] == pytest.approx(0.02)
+    figure = plots.plot_strongest_heads(one_strong, torch.zeros(9, 9, 3), range(2))
+    opacities = [image.get_alpha() for axis in figure.axes for image in axis.images if np.ndim(image.get_alpha())]
+    assert opacities[1][0, 0] == pytest.approx(0.85) and opacities[1][1, 1] < 0.1
+    entropy = torch.full((1, 3, 3), 1.38)
+    assert plots.plot_entropy_maps(entropy, 4, [0]).axes[0].images[0].get_clim()[0] == 0
 
 
 def test_labels_of_a_long_text_do_not_overlap():
@@ -146,32 +142,32 @@ def test_input_is_checked_before_the_weights_are_loaded(
         interpret.inspect_path("model", source, "out", **options)
 
 
-def test_inspect_path(photo, text_model, tokenizer, tmp_path):
+def test_inspect_path(photo, text_model, tokenizer, tmp_path, capsys):
     """Uses the processor in the model's folder or a named one; never runs the folder's code, trusted or not."""
     tiny_vision_model().save_pretrained(tmp_path / "vision")
     make_image_processor(24).save_pretrained(tmp_path / "vision")
-    page = check_report(interpret.inspect_path(tmp_path / "vision", photo, tmp_path / "one"), tmp_path / "one")
-    assert "24 x 24, as the model sees them" in page and "Predicted class" in page
+    table = check_files(interpret.inspect_path(tmp_path / "vision", photo, tmp_path / "one"), tmp_path / "one")
+    assert "24 x 24 pixels, as the model sees them" in table
     text_model.save_pretrained(tmp_path / "text", with_code=True)
     for file in (tmp_path / "text").glob("*.py"):
         file.write_text("raise SystemExit")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     command = ["inspect", str(tmp_path / "text"), "the heads", "--out", str(tmp_path / "two")]
     assert main([*command, "--processor", str(tmp_path / "tokenizer"), "--trust-remote-code"]) == 0
-    assert (tmp_path / "two/index.html").exists()
+    assert (tmp_path / "two/layers.md").read_text() in capsys.readouterr().out
     (tmp_path / "tokenizer/tokenizer_config.json").write_text("[]")
     assert main([*command, "--processor", str(tmp_path / "tokenizer")]) == 1
 
 
 def test_images_of_any_size(photo):
     """A shorter side of 33 means 33 x 46.2 pixels, rounded to multiples of 4."""
-    model = tiny_vision_model()
-    pixel_values, picture = load_image(model, None, photo, 33)
+    model, image = tiny_vision_model(), open_image(photo)
+    pixel_values, picture = prepare_image(model, None, image, 33)
     assert pixel_values.shape == (1, 3, 32, 48) and picture.shape == (32, 48, 3)
     expected = np.asarray(Image.open(photo).convert("RGB").resize((48, 32), Image.Resampling.BICUBIC)) / 255
     np.testing.assert_allclose(picture.numpy(), expected, atol=0.01)
-    assert load_image(model, make_image_processor(18), photo)[0].shape == (1, 3, 16, 16)
-    pixel_values, picture = load_image(tiny_vision_model(num_channels=1), None, photo)
+    assert prepare_image(model, make_image_processor(18), image)[0].shape == (1, 3, 16, 16)
+    pixel_values, picture = prepare_image(tiny_vision_model(num_channels=1), None, image)
     assert pixel_values.shape == (1, 1, 16, 16) and picture.shape == (16, 16, 3)
 
 
@@ -199,7 +195,7 @@ def test_every_layer_and_head_of_a_photograph(tmp_path):
     """Each map is drawn over the photograph, with every patch at its position."""
     photograph = pytest.importorskip("sklearn.datasets").load_sample_image("china.jpg")
     model = tiny_vision_model(num_hidden_layers=3)
-    pixel_values, picture = load_image(model, None, Image.fromarray(photograph), 48)
+    pixel_values, picture = prepare_image(model, None, Image.fromarray(photograph), 48)
     maps = interpret.membership_maps(interpret.trace_model(model, pixel_values=pixel_values))[0]
     figure = plots.plot_membership_maps(maps, picture, range(3))
     panels = [axis for axis in figure.axes if len(axis.images) == 2]  # the photograph in gray and a map

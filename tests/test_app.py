@@ -1,0 +1,427 @@
+"""The page of `tost-hf app`, asked by Gradio's client and in Chromium, and the Space that `tost-hf space` writes."""
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from byte_models import byte_tokenizer, make_model
+from conftest import randomize, small_config, small_vision_config
+from hub_clients import contents, language_folder, vision_folder
+from transformers import pipeline
+
+import tost_hf
+from tost_hf import interpret
+from tost_hf.app import launch_app
+from tost_hf.cli import main
+from tost_hf.image_processing import make_image_processor
+from tost_hf.model.configuration_tost import FULL_ATTENTION, TSSA
+
+
+gradio_client = pytest.importorskip("gradio_client", reason="gradio is not installed (the extra `app`)")
+Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed (the extra `app`)")
+AppError, Client, handle_file = gradio_client.exceptions.AppError, gradio_client.Client, gradio_client.handle_file
+
+TEXT = "Grüße, 2 ✓ <b>\n tokens"
+
+
+@contextmanager
+def open_app(folder):
+    """Opens the page of a model; yields it."""
+    page = launch_app(folder, prevent_thread_lock=True, quiet=True)
+    try:
+        yield page
+    finally:
+        page.close()
+
+
+def connect(page) -> Client:
+    return Client(page.local_url, verbose=False)
+
+
+def save_text_model(folder, **changes):
+    """Saves a byte-level language model without a limit of positions; returns it and its tokenizer."""
+    model, tokenizer = make_model(**({"position_embedding_type": "none", "decay_type": "token"} | changes)), byte_tokenizer()
+    for part in (model, tokenizer):
+        part.save_pretrained(folder)
+    return model, tokenizer
+
+
+# Images -----------------------------------------------------------------------------------------------------------------
+
+
+def upright(folder):
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 30, 3), np.uint8)).save(folder / "picture.png")
+
+
+def rotated(folder):
+    """A photograph as phones save it: turned, with an orientation in its EXIF data."""
+    upright(folder)
+    exif = Image.Exif()
+    exif[274] = 6
+    Image.open(folder / "picture.png").rotate(90, expand=True).save(folder / "picture.png", exif=exif)
+
+
+def gray(folder):
+    upright(folder)
+    Image.open(folder / "picture.png").convert("L").save(folder / "picture.png")
+
+
+@pytest.mark.parametrize(
+    "save_picture, fields, settings",
+    [
+        (rotated, {}, "preprocessor_config.json"),
+        (gray, {}, "processor_config.json"),
+        (upright, {}, None),
+        (rotated, {"num_channels": 1}, None),
+        (upright, {"problem_type": "multi_label_classification"}, "preprocessor_config.json"),
+        (upright, {"problem_type": "regression", "num_labels": 1}, "preprocessor_config.json"),
+        (upright, {"num_labels": 1}, "preprocessor_config.json"),
+        (upright, {"attention_type": "xca"}, "preprocessor_config.json"),
+    ],
+)
+def test_scores_are_those_of_the_pipeline(tmp_path, save_picture, fields, settings):
+    model = randomize(tost_hf.ToSTForImageClassification(small_vision_config(**({"num_labels": 3} | fields)))).eval()
+    model.save_pretrained(tmp_path / "model")
+    processor = make_image_processor(model.config, crop="squash" if settings else None)
+    if settings:
+        processor.save_pretrained(tmp_path / "model")
+        content = json.loads((tmp_path / "model/preprocessor_config.json").read_text())
+        (tmp_path / "model/preprocessor_config.json").unlink()
+        content = {"image_processor": content} if settings == "processor_config.json" else content
+        (tmp_path / "model" / settings).write_text(json.dumps(content))
+    save_picture(tmp_path)
+    picture = str(tmp_path / "picture.png")
+    if model.config.num_channels == 3:
+        expected = pipeline("image-classification", model, image_processor=processor)(picture)
+    else:  # the pipeline converts to RGB
+        upright(tmp_path / "model")
+        with torch.no_grad():
+            inputs = processor(Image.open(tmp_path / "model/picture.png").convert("L"), return_tensors="pt")
+            scores = model(**inputs).logits[0].softmax(-1).tolist()
+        expected = [{"label": model.config.id2label[i], "score": score} for i, score in enumerate(scores)]
+    with open_app(tmp_path / "model") as page:
+        result = connect(page).predict(handle_file(picture), api_name="/classify")
+        if fields.get("problem_type") == "regression":
+            assert result["label"] == f"LABEL_0: {expected[0]['score']:.4g}"
+            return
+        scores = {entry["label"]: entry["confidence"] for entry in result["confidences"]}
+        assert scores == pytest.approx({entry["label"]: entry["score"] for entry in expected}, rel=1e-4)
+        assert any(fn.api_name == "look" for fn in page.fns.values()) == ("attention_type" not in fields)
+
+
+def test_maps_of_an_image(tmp_path):
+    """Of the chosen layer and size; errors are messages."""
+    folder = vision_folder(tmp_path / "model")
+    rotated(tmp_path)
+    picture = handle_file(str(tmp_path / "picture.png"))
+    Image.new("I;16", (8, 8)).save(tmp_path / "deep.png")
+    with open_app(folder) as page:
+        client = connect(page)
+        notes, figures = {}, {}
+        for layer, enlarge in ((0, False), (1, False), (1, True)):
+            notes[layer, enlarge], *figures[layer, enlarge] = client.predict(picture, layer, enlarge, api_name="/look")
+        assert notes[0, False] == "Layer 0, of 16 x 16 pixels in 8 x 8 patches"
+        assert notes[1, True] == "Layer 1, of 86 x 64 pixels in 43 x 32 patches"
+        pictures = [json.dumps(figure) for figure in figures.values()]
+        assert len(set(pictures)) == 3 and all(len(figure) == 4 for figure in figures.values())
+        with pytest.raises(AppError, match="more than 8 bits per channel"):
+            client.predict(handle_file(str(tmp_path / "deep.png")), api_name="/classify")
+        (tmp_path / "text.png").write_text("no image")
+        with pytest.raises(AppError, match="cannot identify image file"):
+            client.predict(handle_file(str(tmp_path / "text.png")), api_name="/classify")
+
+
+def test_a_backbone_shows_its_maps(tmp_path):
+    randomize(tost_hf.ToSTBackbone(small_vision_config())).save_pretrained(tmp_path / "model")
+    upright(tmp_path)
+    with open_app(tmp_path / "model") as page:
+        note, *figures = connect(page).predict(handle_file(str(tmp_path / "picture.png")), 1, False, api_name="/look")
+    assert note.startswith("Layer 1") and len(figures) == 3
+
+
+# Texts ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer_types", [[TSSA, TSSA], [FULL_ATTENTION, TSSA]])
+def test_text_is_that_of_the_pipeline(tmp_path, layer_types):
+    """Also where generation_config.json has several end tokens; the state stays as large as it is."""
+    model, tokenizer = save_text_model(tmp_path, layer_types=layer_types)
+    write = pipeline("text-generation", model, tokenizer=tokenizer)
+    longest = write(TEXT, max_new_tokens=40, do_sample=False, min_new_tokens=40)[0]["generated_text"]
+    last = model.generate(**tokenizer(TEXT, return_tensors="pt"), max_new_tokens=12, do_sample=False)[0, -1].item()
+    model.generation_config.eos_token_id = [0, last]
+    model.generation_config.save_pretrained(tmp_path)
+    expected = write(TEXT, max_new_tokens=40, do_sample=False)[0]["generated_text"]
+    assert expected != longest
+    with open_app(tmp_path) as page:
+        job = connect(page).submit(TEXT, 0, 40, api_name="/write")
+        assert job.result()[0] == expected
+        assert all(expected.startswith(partial.rstrip("\ufffd")) for partial, _ in job.outputs()) and len(job.outputs()) > 2
+        states = {re.search(r"State of the TSSA layers: ([\d,]+) bytes", line)[1] for _, line in job.outputs()}
+        assert len(states) == 1
+        growing = {match[1] for _, line in job.outputs() if (match := re.search(r"softmax attention: ([\d,]+)", line))}
+        assert (len(growing) > 1) == (FULL_ATTENTION in layer_types)
+        empty = connect(page).predict("", 0, 5, api_name="/write")[0]  # from the bos token on, as in the pipeline
+        assert empty == write("", max_new_tokens=5, do_sample=False)[0]["generated_text"]
+
+
+def test_colors_of_a_text(tmp_path):
+    """A span for each token, with its strongest head; together they are the text, characters of several tokens too."""
+    model, tokenizer = save_text_model(tmp_path)
+    trace = interpret.trace_model(model, **tokenizer(TEXT, return_tensors="pt"))
+    with open_app(tmp_path) as page:
+        for layer in (0, 1):
+            colored, *figures = connect(page).predict(TEXT, layer, api_name="/look")
+            spans = re.findall(r'<span style="([^"]*)" title="head (\d): ([\d.]+)">(.*?)</span>', colored, re.DOTALL)
+            assert "".join(html.unescape(piece) for *_, piece in spans) == TEXT
+            memberships = trace.memberships[0, layer]
+            assert [int(head) for _, head, *_ in spans] == memberships.argmax(0).tolist()
+            assert [float(value) for _, _, value, _ in spans] == pytest.approx(memberships.amax(0).tolist(), abs=0.006)
+            assert len(figures) == 2  # compression and decay
+
+
+def test_positions_and_stopping(tmp_path):
+    """A text ends at the last position table, longer prompts are rejected, and a stopped one makes way for the next."""
+    save_text_model(tmp_path / "short", position_embedding_type="learned", decay_type="none", eos_token_id=None)
+    with open_app(tmp_path / "short") as page:
+        client = connect(page)
+        assert "31 tokens read" in client.predict("a" * 20, 0, 99, api_name="/write")[1]
+        with pytest.raises(AppError, match=r"has 32 tokens; the model has positions for 32\. Shorten it"):
+            client.predict("a" * 32, 0, 99, api_name="/write")
+    save_text_model(tmp_path / "long", eos_token_id=None)
+    with open_app(tmp_path / "long") as page:
+        client = connect(page)
+        job = client.submit("a", 1, 1000, api_name="/write")
+        while len(job.outputs()) < 5:
+            time.sleep(0.01)
+        job.cancel()
+        begin = len(job.outputs())
+        assert client.predict("a", 0, 3, api_name="/write")[1].startswith("3 tokens read")
+        assert begin <= len(job.outputs()) < 900
+
+
+def test_several_users(tmp_path):
+    """At once they get what each gets alone, although the model's hooks record one computation at a time."""
+    save_text_model(tmp_path)
+    prompts = [f"{i} times" for i in range(6)]
+
+    def ask(prompt: str) -> tuple:
+        client = connect(page)
+        text, _ = client.predict(prompt, 0, 30, api_name="/write")
+        return text, client.predict(text, 1, api_name="/look")[0]
+
+    with open_app(tmp_path) as page:
+        alone = [ask(prompt) for prompt in prompts]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            assert list(pool.map(ask, prompts)) == alone
+
+
+@pytest.mark.parametrize(
+    "class_name, endpoints",
+    [("ToSTForSequenceClassification", {"classify", "look"}), ("ToSTForMaskedLM", {"look"}), ("ToSTModel", {"look"})],
+)
+def test_classifiers_and_encoders(tmp_path, class_name, endpoints):
+    config = small_config(vocab_size=257, is_causal=False, num_labels=3)
+    config.problem_type = "multi_label_classification"
+    model = randomize(getattr(tost_hf, class_name)(config)).eval()
+    for part in (model, byte_tokenizer()):
+        part.save_pretrained(tmp_path)
+    with open_app(tmp_path) as page:
+        assert {fn.api_name for fn in page.fns.values() if fn.api_visibility == "public"} == endpoints
+        if "classify" in endpoints:
+            result = connect(page).predict(TEXT, api_name="/classify")["confidences"]
+            expected = pipeline("text-classification", model, tokenizer=byte_tokenizer())(TEXT, top_k=3)
+            assert [entry["confidence"] for entry in result] == pytest.approx([x["score"] for x in expected], rel=1e-4)
+        assert "head" in connect(page).predict(TEXT, 1, api_name="/look")[0]
+
+
+# Spaces -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "save_model, words",
+    [
+        (lambda folder: tost_hf.ToSTForCausalLM(small_config()).save_pretrained(folder), "has no tokenizer"),
+        (lambda folder: None, "There is no model folder"),
+    ],
+)
+def test_rejected_models(tmp_path, capsys, save_model, words):
+    """By both commands, with one line, and no files are written."""
+    save_model(tmp_path / "model")
+    paths = sorted(tmp_path.iterdir())
+    for command in (["app"], ["space", str(tmp_path / "space")]):
+        capsys.readouterr()
+        assert main([command[0], str(tmp_path / "model"), *command[1:]]) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert words in error and error.startswith("tost-hf: error: ")
+    assert sorted(tmp_path.iterdir()) == paths
+
+
+@pytest.mark.slow
+def test_a_space_runs_without_the_package(tmp_path):
+    """With the packages of requirements.txt; the title and the first prompt are shown."""
+    folder = language_folder(tmp_path / "model")
+    (folder / "README.md").write_text("---\nlicense: mit\nwidget:\n- text: import os\n- text: second\n---\n")
+    assert main(["space", str(folder), str(tmp_path / "space"), "--title", "A <page>: 1"]) == 0
+    names = {line.split(">")[0].split("<")[0] for line in (tmp_path / "space/requirements.txt").read_text().splitlines()}
+    assert names >= {"torch", "transformers", "gradio", "matplotlib", "pillow", "numba"} and "tost-hf" not in names
+    command = [sys.executable, "-u", "-s", "app.py"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with subprocess.Popen(command, cwd=tmp_path / "space", stdout=subprocess.PIPE, text=True, env=environment) as app:
+        try:
+            address = next(filter(None, (re.search(r"http://127[\d.:]+", line) for line in app.stdout)))[0]
+            client = Client(address, verbose=False)
+            shown = [component["props"].get("value") for component in client.config["components"]]
+            assert client.config["title"] == "A <page>: 1" and "import os" in shown
+            assert client.predict("import os", 0, 3, api_name="/write")[0].startswith("import os")
+        finally:
+            app.terminate()
+
+
+def test_publishing_a_space(hub, clients, tmp_path):
+    """All of it, with the metadata that the Hub requires; a failed upload leaves nothing."""
+    vision_folder(tmp_path / "model")
+    assert main(["space", str(tmp_path / "model"), str(tmp_path / "space"), "--title", "Kinds: 10 <of them>"]) == 0
+    assert "\n# Kinds: 10 <of them>\n" in (tmp_path / "space/README.md").read_text()
+    clients.publish("--space", tmp_path / "space", "tost/page")
+    assert hub.files("spaces/tost/page") == contents(tmp_path / "space")
+    repository = json.loads([request for request in hub.requests if request.path == "/api/repos/create"][-1].body)
+    assert (repository["type"], repository["sdk"]) == ("space", "gradio")
+    assert f"/commit/{hub.head('spaces/tost/page')}" in clients.publish("--space", tmp_path / "space", "tost/page").output
+    with hub.fail("POST", "/commit/", status=500):
+        assert clients.command("publish", "--space", tmp_path / "space", "tost/broken", token=hub.token).status == 1
+    assert "spaces/tost/broken" not in hub.repositories
+
+
+def test_what_is_not_published_as_a_space(tmp_path, capsys):
+    def publish(*options) -> str:
+        assert main(["publish", "--space", str(tmp_path / "space"), "me/space", "--dry-run", *options]) == 1
+        return capsys.readouterr().err
+
+    (tmp_path / "space/tost_hf").mkdir(parents=True)
+    assert "is not a page that `tost-hf space` wrote" in publish()
+    for name in ("app.py", "requirements.txt", "README.md", "tost_hf/app.py"):
+        (tmp_path / "space" / name).write_text("")
+    assert "--tag" in publish("--tag", "v1")
+    (tmp_path / "space/.env").write_text("hf_" + 34 * "x")
+    assert "token of the Hub" in publish()
+    (tmp_path / "space/.env").unlink()
+    (tmp_path / "space/data").symlink_to(tmp_path)
+    assert "data is a link" in publish()
+
+
+# In a browser -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def driver():
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    browser, service = shutil.which("chromium"), shutil.which("chromedriver")
+    if not (browser and service):
+        pytest.skip("Chromium and its driver are not installed (`make browser` installs them)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(service))
+    yield driver
+    driver.quit()
+
+
+class Browser:
+    """A page in Chromium."""
+
+    def __init__(self, driver, page):
+        self.driver, self.address = driver, page.local_url
+        driver.get(self.address)
+        self.wait(lambda: "Token Statistics Transformer" in self.text)
+
+    @property
+    def text(self) -> str:
+        return self.driver.find_element("tag name", "body").text
+
+    def find(self, xpath: str) -> list:
+        return self.driver.find_elements("xpath", xpath)
+
+    def wait(self, condition) -> None:
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        WebDriverWait(self.driver, 60, ignored_exceptions=[Exception]).until(lambda _: condition())
+
+    def figures(self) -> list[str]:
+        return [image.get_attribute("src") for image in self.find("//*[contains(@class, 'matplotlib')]//img")]
+
+    def check(self) -> None:
+        """Nothing is wider than a phone, light and dark differ, no other host is asked, and no error is logged."""
+        colors = set()
+        for scheme in ("light", "dark"):
+            feature = {"name": "prefers-color-scheme", "value": scheme}
+            self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+            self.driver.refresh()
+            for width in (1280, 400):
+                size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+                self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+                self.wait(lambda: "Token Statistics Transformer" in self.text)
+                assert self.driver.execute_script("return document.documentElement.scrollWidth") <= width
+            style = "return getComputedStyle(document.body).backgroundColor"
+            colors.add(self.driver.execute_script(style))
+        assert len(colors) == 2
+        self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        requests = self.driver.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+        assert requests and all(name.startswith((self.address, "data:", "blob:")) for name in requests)
+        assert not [entry for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+@pytest.mark.slow
+def test_images_in_a_browser(tmp_path, driver):
+    """A picture in, its class out; another layer changes the maps, not the class attention."""
+    folder = vision_folder(tmp_path / "model")
+    rotated(tmp_path)
+    [best] = pipeline("image-classification", str(folder))(str(tmp_path / "picture.png"), top_k=1)
+    with open_app(folder) as page:
+        browser = Browser(driver, page)
+        browser.find("//input[@type='file']")[0].send_keys(str(tmp_path / "picture.png"))
+        browser.wait(lambda: f"{best['label']}\n{best['score']:.0%}" in browser.text and len(browser.figures()) == 4)
+        before = browser.figures()
+        browser.find("//label[normalize-space()='0']")[0].click()
+        browser.wait(lambda: "Layer 0, of 16 x 16" in browser.text and browser.figures()[0] != before[0])
+        assert browser.figures()[3] == before[3]
+        browser.check()
+
+
+@pytest.mark.slow
+def test_texts_in_a_browser(tmp_path, driver):
+    """Text is streamed and stopped, and another layer chosen; an error is a message."""
+    save_text_model(tmp_path, eos_token_id=None, num_hidden_layers=24)  # slow enough to be stopped
+    with open_app(tmp_path) as page:
+        browser = Browser(driver, page)
+        prompt, shown = browser.find("//textarea")[:2]
+        browser.find("//button[normalize-space()='Write']")[0].click()
+        browser.wait(lambda: "115 tokens read" in browser.text and browser.figures())
+        assert shown.get_attribute("value").startswith("Once upon a time")
+        tokens = browser.find("//div[@class='tokens']")[1]
+        before = tokens.get_attribute("innerHTML")
+        browser.find("//label[normalize-space()='0']")[0].click()
+        browser.wait(lambda: browser.find("//div[@class='tokens']")[1].get_attribute("innerHTML") != before)
+        prompt.clear()
+        prompt.send_keys("Stop me")
+        number = browser.find("//input[@type='number']")[1]
+        number.clear()
+        number.send_keys("1000\n")
+        browser.find("//button[normalize-space()='Write']")[0].click()
+        browser.wait(lambda: shown.get_attribute("value").startswith("Stop me"))
+        browser.find("//button[normalize-space()='Stop']")[0].click()
+        time.sleep(1)
+        assert int(re.search(r"(\d+) tokens read", browser.text)[1]) < 500
+        browser.check()
