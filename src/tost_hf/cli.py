@@ -132,9 +132,9 @@ def _make_parser() -> argparse.ArgumentParser:
     examples = ("./tost-demo --device cpu --port 8000", "OWNER/NAME --port 8000")
     add_command(_serve, "transformers' OpenAI-compatible server, for one user", *examples)
 
-    examples = ("./tost-demo ./tost-onnx", "me/my-tost ./tost-onnx --dtype int8")
+    examples = ("./tost-demo ./tost-onnx", "me/my-tost ./tost-onnx --dtype float16")
     add_argument = add_command(_export, "export a model to ONNX and compare the outputs", *examples, parents=[output_parser])
-    add_argument("--dtype", default="float32", metavar="DTYPE", help="float32 (the default), float16 or int8")
+    add_argument("--dtype", default="float32", metavar="DTYPE", help="float32 (the default) or float16")
     add_argument("--tokenizer", metavar="FOLDER|REPO_ID", help="the tokenizer to write, if MODEL has none")
 
     examples = ("./tost-demo", "me/my-tost --port 8080")

@@ -1,12 +1,17 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Compares an exported program with its model: outputs for several shapes, and greedy tokens."""
+"""Compares an exported program with its model: outputs for several shapes, greedy tokens, and what the script prints."""
 
+import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel, pipeline
 
 from .programs import LanguageProgram, ModelProgram
 from .runtime import LanguageModel, Run
@@ -14,18 +19,20 @@ from .runtime import LanguageModel, Run
 
 PROMPT_TOKENS, GREEDY_TOKENS = 40, 50  # longer than a chunk of the operator
 SPLITS: tuple[tuple[int, ...], ...] = ((), (6, 7), (1, 20))  # positions at which a prompt is split into chunks
+TEXT = "The"  # the prompt of `generate.py`
+ROTATED = 6  # of EXIF orientations, by 90 degrees
 
 
 class Agreement(NamedTuple):
     """How closely an exported program agrees with its model."""
 
-    difference: float  # maximum root mean square difference of outputs, in standard deviations of the model's outputs
+    difference: float  # maximum root mean square difference of outputs, relative to the root mean square of the model's
     greedy_tokens: int  # number of compared greedy tokens
     equal_tokens: int  # number of those that are equal
 
     def __str__(self) -> str:
         greedy = f"; {self.equal_tokens} of {self.greedy_tokens} greedy tokens were the same" if self.greedy_tokens else ""
-        return f"Its outputs differ from the model's by {self.difference:.1e} of their standard deviation{greedy}."
+        return f"Its outputs differ from the model's by {self.difference:.1e}, relative to their size{greedy}."
 
 
 @torch.no_grad()
@@ -35,8 +42,8 @@ def compare(program: ModelProgram, run: Run, metadata: dict, tolerance: float) -
     Args:
         run: the exported program.
         metadata: the content of its `export.json`.
-        tolerance: the maximum of `Agreement.difference`. A greedy token may differ if the model's logits of the two tokens are
-            within ten times as many standard deviations.
+        tolerance: the maximum of `Agreement.difference`. A greedy token may differ if the difference of the model's logits of
+            the two tokens is at most ten times that.
 
     Raises:
         ValueError: the outputs differ, or those of one of them are not finite.
@@ -56,32 +63,97 @@ def compare(program: ModelProgram, run: Run, metadata: dict, tolerance: float) -
     difference = max(_relative_error(actual, expected) for actual, expected in outputs)
     if difference > tolerance:
         raise ValueError(
-            f"The exported program returns other outputs than the model: they differ by {difference:.2g} standard deviations, "
-            f"and {tolerance:.2g} is allowed. Nothing was written."
+            f"The exported program returns other outputs than the model: they differ by {difference:.2g}, relative to their "
+            f"size, and {tolerance:.2g} is allowed. Nothing was written."
         )
     if not is_language:
         return Agreement(difference, 0, 0)
     greedy_ids = _generate_greedily(model)
-    exported, mask, split = LanguageModel(run, metadata), torch.ones_like(greedy_ids), range(1, greedy_ids.shape[1])
-    actual_logits, logits = _compute_logits(model, exported, greedy_ids, mask, split)
-    actual_ids = torch.from_numpy(actual_logits.argmax(-1))
-    gaps = (logits.amax(-1) - logits.gather(-1, actual_ids[:, None])[:, 0]) / logits.std(-1).clamp_min(1e-6)
-    num_equal = int((actual_ids == logits.argmax(-1)).sum())
-    if gaps.max() > 10 * tolerance:
-        raise ValueError(
-            f"The exported program chooses other tokens than the model, although their logits are {gaps.max():.2g} standard "
-            f"deviations apart; it agreed in {num_equal} of {len(actual_ids)}. Nothing was written."
-        )
-    return Agreement(difference, len(actual_ids), num_equal)
+    tokens, expected_tokens = _choose_tokens(model, LanguageModel(run, metadata), greedy_ids, 1, tolerance)
+    return Agreement(difference, len(tokens), int((tokens == expected_tokens).sum()))
+
+
+@torch.no_grad()
+def compare_script(script: Path, model: PreTrainedModel, exported: LanguageModel | None, tolerance: float) -> None:
+    """Compares what a script of the exported folder prints with what transformers' pipeline returns.
+
+    Args:
+        script: `generate.py` or `classify.py`, beside all files that it reads.
+        exported: the exported language model; None for image classifiers.
+        tolerance: as in `compare`. A text may differ after a token that may differ.
+
+    Raises:
+        ValueError: the script fails, or prints something else.
+    """
+    if exported is not None:
+        _compare_text(script, model, exported, tolerance)
+    else:
+        _compare_classes(script, model, tolerance)
+
+
+def _compare_text(script: Path, model: Any, exported: LanguageModel, tolerance: float) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(script.parent)
+    prompt_length = len(tokenizer(TEXT)["input_ids"])
+    num_new_tokens = min(GREEDY_TOKENS, model.config.max_position_embeddings - prompt_length)
+    options = {"max_new_tokens": num_new_tokens, "do_sample": False}
+    generator: Any = pipeline("text-generation", model, tokenizer=tokenizer, device="cpu")
+    expected = generator(TEXT, **options)[0]["generated_text"]
+    text = _run_script(script, TEXT, "--tokens", str(num_new_tokens), "--temperature", "0")
+    if text.splitlines() == f"{expected}\n".splitlines():
+        return
+    ids = torch.tensor([generator(TEXT, **options, return_tensors=True)[0]["generated_token_ids"]])
+    tokens, _ = _choose_tokens(model, exported, ids, prompt_length, tolerance)
+    if tokens[prompt_length - 1 : -1].equal(ids[0, prompt_length:]):
+        raise ValueError(f"{script.name} prints {text!r}, the pipeline {expected!r}. Nothing was written.")
+
+
+def _compare_classes(script: Path, model: Any, tolerance: float) -> None:
+    from PIL import ExifTags, Image
+    from transformers.image_utils import load_image
+
+    config, processor = model.config, AutoImageProcessor.from_pretrained(script.parent, backend="pil")
+    classifier: Any = pipeline("image-classification", model, image_processor=processor, device="cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "picture.png"))
+        image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8))
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = ROTATED
+        image.resize((14 * config.patch_size, 10 * config.patch_size)).save(path, exif=exif)
+        if config.num_channels == 1:  # the pipeline converts all images to RGB
+            inputs = processor(load_image(path).convert("L"), return_tensors="pt").to(model.dtype)
+            expected = classifier.postprocess(classifier.forward(inputs), top_k=config.num_labels)
+        else:
+            expected = classifier(path, top_k=config.num_labels)
+        output = _run_script(script, path)
+    classes = [
+        (float(number) / (100 if unit else 1), label)
+        for number, unit, label in re.findall(r"^ *(\S+?)(%?)  (.*)$", output, re.MULTILINE)
+    ]
+    margin = max(tolerance, 1e-3) * max(1, *(abs(x["score"]) for x in expected))  # three digits are printed
+    is_equal = len(classes) == len(expected[:5]) and all(
+        abs(score - best["score"]) <= margin  # classes of nearly equal scores may be swapped
+        and any(label == x["label"] and abs(score - x["score"]) <= margin for x in expected)
+        for (score, label), best in zip(classes, expected)
+    )
+    if not is_equal:
+        raise ValueError(f"{script.name} prints {classes}, the pipeline returns {expected[:5]}. Nothing was written.")
+
+
+def _run_script(script: Path, *arguments: str) -> str:
+    command = [sys.executable, "-X", "utf8", str(script), *arguments]
+    result = subprocess.run(command, capture_output=True, encoding="utf-8")
+    if result.returncode:
+        raise ValueError(f"{script.name} fails: {result.stderr.strip()}. Nothing was written.")
+    return result.stdout
 
 
 def _relative_error(actual: np.ndarray, expected: torch.Tensor) -> float:
-    """The root mean square difference, in standard deviations of `expected`; ValueError if one of them is not finite."""
+    """The root mean square difference, relative to that of `expected`; ValueError if one of them is not finite."""
     for name, x in (("model", expected.numpy()), ("exported program", actual)):
         if not np.isfinite(x).all():
             raise ValueError(f"The {name} returns NaN or infinite outputs in this dtype. Nothing was written.")
     reference = expected.double().numpy()
-    return float(np.sqrt(np.mean((actual - reference) ** 2)) / max(reference.std(), 1e-6))
+    return float(np.sqrt(np.mean((actual - reference) ** 2)) / max(np.sqrt(np.mean(reference**2)), 1e-6))
 
 
 def _make_inputs(program: ModelProgram, batch: int) -> tuple[torch.Tensor, ...]:
@@ -106,6 +178,27 @@ def _compute_logits(
     chunks = zip(input_ids.tensor_split(tuple(split), 1), mask.tensor_split(tuple(split), 1))
     outputs = [exported.forward(ids.numpy(), chunk_mask.numpy()) for ids, chunk_mask in chunks if ids.numel()]
     return np.concatenate(outputs, 1)[mask.bool().numpy()], expected[mask.bool()]
+
+
+def _choose_tokens(
+    model: PreTrainedModel, exported: LanguageModel, ids: torch.Tensor, prompt_length: int, tolerance: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most probable next tokens, of the program and of the model, after each token of `ids` (1, tokens).
+
+    Raises:
+        ValueError: two of them differ, although the model's logits are not nearly equal.
+    """
+    split = range(prompt_length, ids.shape[1])
+    actual_logits, logits = _compute_logits(model, exported, ids, torch.ones_like(ids), split)
+    tokens = torch.from_numpy(actual_logits.argmax(-1))
+    sizes = logits.square().mean(-1).sqrt().clamp_min(1e-6)
+    gap = ((logits.amax(-1) - logits.gather(-1, tokens[:, None])[:, 0]) / sizes).max()
+    if gap > 10 * tolerance:
+        raise ValueError(
+            f"The exported program chooses other tokens than the model, although their logits differ by {gap:.2g}, relative "
+            "to their size. Nothing was written."
+        )
+    return tokens, logits.argmax(-1)
 
 
 def _generate_greedily(model: PreTrainedModel) -> torch.Tensor:

@@ -4,7 +4,6 @@
 import contextlib
 import io
 import logging
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,7 +76,7 @@ def _cummax(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 # ONNX -----------------------------------------------------------------------------------------------------------------
 
 
-def save_onnx(program: ModelProgram, path: Path, dtype: str) -> None:
+def save_onnx(program: ModelProgram, path: Path) -> None:
     """Writes the program, and its weights to a file `*.data` beside it if one file would be too large."""
     from onnxscript.optimizer import fold_constants
 
@@ -95,12 +94,7 @@ def save_onnx(program: ModelProgram, path: Path, dtype: str) -> None:
     assert exported is not None
     fold_constants(exported.model)
     _clean_onnx(exported.model, program)
-    if dtype != "int8":
-        exported.save(path)
-        return
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        exported.save(Path(scratch, "float32.onnx"))
-        _quantize(Path(scratch, "float32.onnx"), path)
+    exported.save(path)
 
 
 def _clean_onnx(model: Any, program: ModelProgram) -> None:
@@ -124,16 +118,3 @@ def _clean_onnx(model: Any, program: ModelProgram) -> None:
     for specs, values in ((program.inputs, model.graph.inputs), (program.outputs, model.graph.outputs)):
         for spec, value in zip(specs, values, strict=True):
             value.shape = ir.Shape(spec.shape)
-
-
-def _quantize(source: Path, target: Path) -> None:
-    """Quantizes the weights of matrix products, but not of embeddings, to int8 with ONNX Runtime's dynamic quantizer."""
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    preprocessed = source.with_name("preprocessed.onnx")
-    with _silence():
-        quant_pre_process(source, preprocessed, skip_symbolic_shape=True)
-        quantize_dynamic(
-            preprocessed, target, weight_type=QuantType.QInt8, per_channel=True, op_types_to_quantize=["MatMul", "Gemm"]
-        )

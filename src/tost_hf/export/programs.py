@@ -70,7 +70,7 @@ class LanguageProgram(ModelProgram):
 
     Inputs: `input_ids` (batch, tokens); `attention_mask` (batch, tokens), or (batch, cached+tokens) if the model has attention
     layers; `position_ids` (batch, tokens) if the model has positions; the state.
-    Outputs: `logits` (batch, tokens, vocabulary), `memberships` (batch, layers, heads, tokens) of the statistics layers, and
+    Outputs: `logits` (batch, tokens, vocabulary), `memberships` (batch, layers, heads, tokens) of the TSSA layers, and
     the new state.
 
     Raises:
@@ -95,10 +95,10 @@ class LanguageProgram(ModelProgram):
         if self.has_positions:
             self.inputs.append(TensorSpec("position_ids", "int64", token_shape))
         self.inputs += [spec._replace(name=PAST + spec.name) for spec in self.state]
-        num_statistics_layers = config.layer_types.count(TSSA)
+        num_tssa_layers = config.layer_types.count(TSSA)
         self.outputs = [
             TensorSpec("logits", "float32", (*token_shape, config.vocab_size)),
-            TensorSpec("memberships", "float32", (BATCH, num_statistics_layers, config.num_attention_heads, TOKENS)),
+            TensorSpec("memberships", "float32", (BATCH, num_tssa_layers, config.num_attention_heads, TOKENS)),
         ]
         self.outputs += [
             spec._replace(name=PRESENT + spec.name, shape=tuple(KV_LENGTH if n == CACHED else n for n in spec.shape))
@@ -139,8 +139,8 @@ class LanguageProgram(ModelProgram):
 def _state_tensors(cache: Cache) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     for layer in cast(list[Any], cache.layers):
-        is_statistics = get_layer_type(layer) == TSSA
-        tensors += layer.tensors().values() if is_statistics else (layer.keys, layer.values)
+        is_tssa = get_layer_type(layer) == TSSA
+        tensors += layer.tensors().values() if is_tssa else (layer.keys, layer.values)
     return tensors
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jinja2
 from transformers import PreTrainedConfig
@@ -14,16 +14,23 @@ from ..cache_files import state_bytes
 from ..extras import require
 from ..files import EXPORT_DESCRIPTION, check_folder, staged_folder
 from ..hub.loading import load_config, load_fitting_tokenizer, load_model, load_processor, resolve_model_folder
+from ..image_processing import make_image_processor
 from ..model.configuration_tost import TSSA
-from .comparing import Agreement, compare
+from ..model.modeling_tost_vision import ToSTForImageClassification
+from .comparing import Agreement, compare, compare_script
 from .onnx_program import save_onnx
 from .programs import PAST, PRESENT, LanguageProgram, ModelProgram, make_program
-from .runtime import load
+from .runtime import LanguageModel, load
 
 
 README_TEMPLATE = Path(__file__).with_name("readme_template.md")
 PROGRAM_NAME = "model.onnx"
-TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "int8": 0.2}  # by dtype of the weights; see `compare`
+TOLERANCES = {"float32": 1e-4, "float16": 2e-2}  # by dtype of the weights; see `compare`
+# settings of generation_config.json that `generate.py` applies, or that do not change the tokens
+GENERATION_SETTINGS = (
+    "do_sample temperature top_k top_p max_length max_new_tokens bos_token_id eos_token_id pad_token_id use_cache "
+    "cache_implementation output_attentions output_hidden_states transformers_version _from_model_config"
+).split()
 REQUIRED_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
@@ -43,24 +50,24 @@ def export_model(
     revision: str | None = None,
     overwrite: bool = False,
 ) -> ExportResult:
-    """Exports a model to ONNX and checks that the program computes the same outputs as the model.
+    """Exports a model to ONNX and checks that the program and its script return what the model and its pipeline return.
 
     Shapes are dynamic: one program serves all batch sizes, lengths and image sizes. That of a language model has its state as
     a float32 input and output, for prefill, chunked prefill and decoding.
 
     The folder contains the program, `export.json` (inputs, outputs, the state of a language model, and how closely the program
-    agrees with the model), the tokenizer or image processor, a script that runs it without this package, and a README.md.
+    agrees with the model), a README.md, the tokenizer or image processor, and for a language model with a tokenizer or an
+    image classifier a script that runs it without PyTorch and this package. The stages are printed.
 
     ```python
-    exported = export_model("./tost-demo", "./tost-onnx", dtype="int8")
+    exported = export_model("./tost-demo", "./tost-onnx", dtype="float16")
     print(exported.agreement)
     ```
 
     Args:
         source: a model folder, or a repository of the Hub.
         output_dir: the folder to write to.
-        dtype: "float32", "float16" (statistics stay in float32) or "int8" (weights of matrix products, with ONNX Runtime's
-            quantizer).
+        dtype: "float32" or "float16" (statistics stay in float32).
         tokenizer: a folder or repository with the tokenizer; by default that of the model, if it has one.
         revision: branch, tag or commit of the repository.
         overwrite: write to a folder that is not empty. Files of the same names are replaced, the program of an earlier export
@@ -70,8 +77,9 @@ def export_model(
         The folder and the `Agreement` of program and model.
 
     Raises:
-        ValueError: the model has sliding windows; the program returns other outputs; the tokenizer does not fit the model; or
-            the output folder is, contains or is inside the folder of the model or tokenizer.
+        ValueError: the model has sliding windows, or settings of generation that the script does not apply; the program or
+            script returns other outputs; the tokenizer does not fit the model; or the output folder is, contains or is inside
+            the folder of the model or tokenizer.
         ImportError: the packages of the extra `export` are not installed.
         OSError: the model does not exist, or the folder cannot be written.
     """
@@ -87,20 +95,37 @@ def export_model(
     model = load_model(folder, config)
     program = make_program(model.half() if dtype == "float16" else model.float())
     metadata = make_metadata(program, dtype)
+    if model.can_generate() and processor is not None:
+        unknown = cast(Any, model).generation_config.to_diff_dict().keys() - GENERATION_SETTINGS
+        if unknown:
+            names = ", ".join(sorted(unknown))
+            raise ValueError(f"The script of an export does not apply {names} of generation_config.json: remove them.")
     with staged_folder(target) as staged:
-        save_onnx(program, staged / PROGRAM_NAME, dtype)
-        agreement = compare(program, load(staged, metadata), metadata, TOLERANCES[dtype])
+        print(f"Exporting {metadata['architecture']} to ONNX in {dtype} ...", flush=True)
+        save_onnx(program, staged / PROGRAM_NAME)
+        print("Comparing its outputs with the model's ...", flush=True)
+        run = load(staged, metadata)
+        agreement = compare(program, run, metadata, TOLERANCES[dtype])
         metadata["agreement"] = agreement._asdict()
         (staged / EXPORT_DESCRIPTION).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
         if processor is not None:
             processor.save_pretrained(staged)
-        _write_scripts_and_readme(staged, program, metadata, agreement)
+        if model.can_generate():
+            cast(Any, model).generation_config.save_pretrained(staged)
+        script = _write_scripts_and_readme(staged, program, metadata, agreement, processor)
+        if script is not None:
+            print(f"Comparing {script.name} with transformers' pipeline ...", flush=True)
+            exported = LanguageModel(run, metadata) if model.can_generate() else None
+            compare_script(script, model, exported, TOLERANCES[dtype])
     return ExportResult(target, agreement)
 
 
 def _load_processor(folder: Path, config: PreTrainedConfig, tokenizer: str | os.PathLike | None) -> Any:
     if tokenizer is None:
-        return load_processor(folder, config)
+        processor = load_processor(folder, config)
+        if processor is None and config.model_type == "tost_vision" and cast(Any, config).num_channels in (1, 3):
+            return make_image_processor(cast(Any, config))
+        return processor
     if config.model_type != "tost":
         raise ValueError("This model reads images; a tokenizer is for text models.")
     return load_fitting_tokenizer(os.fspath(tokenizer), config)
@@ -126,7 +151,7 @@ def make_metadata(program: ModelProgram, dtype: str) -> dict:
         metadata |= {name: config.to_dict()[name] for name in names}
         if config.position_embedding_type == "none":
             metadata["max_position_embeddings"] = None
-        metadata["statistics_layers"] = [i for i, kind in enumerate(config.layer_types) if kind == TSSA]
+        metadata["tssa_layers"] = [i for i, kind in enumerate(config.layer_types) if kind == TSSA]
         metadata["num_attention_heads"] = config.num_attention_heads
         size = state_bytes(config)
         metadata |= {"state_bytes": size.saved, "state_bytes_per_token": size.per_token}
@@ -137,17 +162,27 @@ def make_metadata(program: ModelProgram, dtype: str) -> dict:
         names = ("image_size", "patch_size", "num_attention_heads", "num_labels")
         metadata |= {name: getattr(config, name) for name in names}
         metadata["labels"] = [config.id2label[i] for i in range(config.num_labels)]
+        metadata["function_to_apply"] = "softmax"  # as in transformers' image classification pipeline
+        if config.problem_type == "regression":
+            metadata["function_to_apply"] = "none"
+        elif config.problem_type == "multi_label_classification" or config.num_labels == 1:
+            metadata["function_to_apply"] = "sigmoid"
     return metadata
 
 
-def _write_scripts_and_readme(folder: Path, program: ModelProgram, metadata: dict, agreement: Agreement) -> None:
-    script, package = "", ""
-    if isinstance(program, LanguageProgram):
-        script, package = 'generate.py "Once upon a time"', "tokenizers"
-    elif "num_labels" in metadata and program.outputs[0].name == "logits":
-        script, package = "classify.py picture.png", "pillow"
-    for name in ("runtime.py", *script.split()[:1]):
+def _write_scripts_and_readme(
+    folder: Path, program: ModelProgram, metadata: dict, agreement: Agreement, processor: Any
+) -> Path | None:
+    """Returns the script that runs the program; None if there is none for the model, or no tokenizer or image processor."""
+    command, packages = "", ""
+    if isinstance(program, LanguageProgram) and processor is not None:
+        command, packages = 'generate.py "Once upon a time"', "transformers"
+    elif isinstance(program.model, ToSTForImageClassification) and processor is not None:
+        command, packages = "classify.py picture.png", "transformers pillow"
+    names = command.split()[:1]
+    for name in ("runtime.py", *names):
         shutil.copyfile(Path(__file__).with_name(name), folder / name)
     template = jinja2.Template(README_TEMPLATE.read_text(encoding="utf-8"), keep_trailing_newline=True)
-    readme = template.render(metadata, package=package, script=script, comparison=agreement)
+    readme = template.render(metadata, packages=packages, command=command, comparison=agreement)
     (folder / "README.md").write_text(readme, encoding="utf-8")
+    return folder / names[0] if names else None
