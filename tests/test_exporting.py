@@ -1,5 +1,6 @@
 """`tost-hf export`: programs with the outputs of their models that run without this package, and rejected models."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -11,11 +12,16 @@ import pytest
 import torch
 from byte_models import byte_tokenizer, make_model
 from conftest import randomize, small_config, small_vision_config
+from PIL import ExifTags, Image
+from transformers import AutoImageProcessor, GenerationConfig, LogitsProcessorList, generation, pipeline
+from transformers.image_utils import load_image
 
 import tost_hf
 from tost_hf.cli import main
 from tost_hf.export import export_model, writing
-from tost_hf.image_processing import save_image_processor
+from tost_hf.export.comparing import compare_script
+from tost_hf.export.runtime import LanguageModel, load
+from tost_hf.image_processing import make_image_processor
 from tost_hf.model.configuration_tost import FULL_ATTENTION, SLIDING_ATTENTION, TSSA
 
 
@@ -35,20 +41,27 @@ def language_folder(folder: Path, **changes) -> Path:
     return folder
 
 
-def run_script(folder: Path, *arguments: str) -> str:
-    """Runs a script of an exported folder in an interpreter that ignores PYTHONPATH, and returns its output."""
-    command = [sys.executable, "-sE", str(folder / arguments[0]), *arguments[1:]]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
+# runs a script like `python script.py`, as if these packages were not installed
+WITHOUT_PACKAGES = """
+import os, runpy, sys
+sys.modules.update(dict.fromkeys(("torch", "torchvision", "tost_hf")))
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
-def assert_same_text(source: Path, folder: Path) -> None:
-    """Asserts that the script of an exported folder generates the same text as `generate`."""
-    model, tokenizer = tost_hf.ToSTForCausalLM.from_pretrained(source), byte_tokenizer()
-    # without a position limit, longer than one chunk of a program with fixed shapes
-    text = "To be, or not to be, that is the question:" if model.config.position_embedding_type == "none" else "To be"
-    prompt = tokenizer(text, return_tensors="pt")
-    expected = tokenizer.decode(model.generate(**prompt, max_new_tokens=20, do_sample=False)[0], skip_special_tokens=True)
-    assert run_script(folder, "generate.py", text, "--tokens", "20") == f"{expected}\n"
+def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-sE", "-c", WITHOUT_PACKAGES, str(folder / arguments[0]), *arguments[1:]]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", cwd=folder)
+
+
+def assert_same_text(source: Path, folder: Path, prompt: str = "To be") -> None:
+    """Asserts that the script of an exported folder prints the text of transformers' pipeline."""
+    generator = pipeline("text-generation", tost_hf.ToSTForCausalLM.from_pretrained(source), tokenizer=byte_tokenizer())
+    expected = generator(prompt, max_new_tokens=20, do_sample=False)[0]["generated_text"]
+    result = run_script(folder, "generate.py", prompt, "--tokens", "20")
+    assert (result.stdout, result.stderr) == (f"{expected}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -57,15 +70,14 @@ def assert_same_text(source: Path, folder: Path) -> None:
         ("published", "float32"),
         pytest.param("decay", "float32", marks=pytest.mark.slow),
         pytest.param("hybrid", "float32", marks=pytest.mark.slow),
-        pytest.param("published", "int8", marks=pytest.mark.slow),
         pytest.param("decay", "float16", marks=pytest.mark.slow),
     ],
 )
 def test_language_models(tmp_path, name, dtype):
-    """`export_model` itself compares logits and greedy tokens."""
+    """`export_model` itself compares logits, greedy tokens and, in this process, the script's text."""
     source = language_folder(tmp_path / "model", **LANGUAGE[name])
     result = export_model(source, tmp_path / "onnx", dtype=dtype)
-    assert result.agreement.difference < {"float32": 1e-5, "float16": 1e-2, "int8": 0.1}[dtype]
+    assert result.agreement.difference < {"float32": 1e-5, "float16": 1e-2}[dtype]
     facts = json.loads((tmp_path / "onnx" / "export.json").read_text())
     assert [spec["name"] for spec in facts["inputs"]][:2] == ["input_ids", "attention_mask"]
     assert all(spec["dtype"] == "float32" and spec["shape"][0] == "batch" for spec in facts["state"])
@@ -81,31 +93,107 @@ def test_language_models(tmp_path, name, dtype):
     assert os.path.dirname(tost_hf.__file__).encode() not in content  # no local path
     if dtype == "float32":
         assert result.agreement.equal_tokens == result.agreement.greedy_tokens > 20
-        assert_same_text(source, tmp_path / "onnx")
+        # without a position limit, longer than one chunk of a program with fixed shapes
+        has_limit = facts["max_position_embeddings"] is not None
+        assert_same_text(source, tmp_path / "onnx", "To be" if has_limit else "To be, or not to be, that is the question:")
 
 
-def test_vision_models(tmp_path):
-    config = small_vision_config(num_hidden_layers=1, num_labels=3, id2label={0: "cat", 1: "dog", 2: "птица"})
+def test_generation_settings(tmp_path):
+    """The script stops at each of several end tokens and samples as generation_config.json says."""
+    source, out = language_folder(tmp_path / "model", num_hidden_layers=1), tmp_path / "onnx"
+    model, prompt = tost_hf.ToSTForCausalLM.from_pretrained(source), byte_tokenizer()("To be", return_tensors="pt")
+    new_ids = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, 5:].tolist()
+    settings = {"bos_token_id": 0, "eos_token_id": [new_ids[9], 0], "do_sample": True, "top_k": 1}  # greedy decoding
+    GenerationConfig(**settings).save_pretrained(source)
+    export_model(source, out)
+    assert_same_text(source, out)
+    assert_same_text(source, out, "")
+    greedy_text = run_script(out, "generate.py", "To be", "--temperature", "0").stdout
+    (out / "generation_config.json").write_text(json.dumps(settings | {"top_k": 0}))
+    assert run_script(out, "generate.py", "To be").stdout != greedy_text
+    (out / "generate.py").write_text((out / "generate.py").read_text().replace(".argmax()", ".argmin()"))
+    metadata = json.loads((out / "export.json").read_text())
+    with pytest.raises(ValueError, match="the pipeline"):
+        compare_script(out / "generate.py", model, LanguageModel(load(out, metadata), metadata), 1e-4)
+
+
+def test_sampling(monkeypatch):
+    """Settings apply in transformers' order."""
+    monkeypatch.syspath_prepend(Path(writing.__file__).parent)
+    sample_token, rng = importlib.import_module("generate").sample_token, np.random.default_rng(0)
+    logits = torch.randn(1, 12) * 2
+    warpers = [generation.TemperatureLogitsWarper(1.5), generation.TopKLogitsWarper(6), generation.TopPLogitsWarper(0.8)]
+    expected = LogitsProcessorList(warpers)(None, logits).softmax(-1)[0].numpy()
+    counts = np.bincount([sample_token(logits[0].numpy(), 1.5, 6, 0.8, rng) for _ in range(4000)], minlength=12)
+    assert ((counts > 0) == (expected > 0)).all() and 1 < (expected > 0).sum() < 6
+    np.testing.assert_allclose(counts / 4000, expected, atol=0.03)
+
+
+def image_model(folder: Path, processor_file: str = "", **changes) -> tost_hf.ToSTForImageClassification:
+    """Saves an image classifier, with an image processor of unusual settings if that has a file."""
+    config = small_vision_config(**({"num_hidden_layers": 1, "id2label": {0: "cat", 1: "dog", 2: "птица"}} | changes))
     model = randomize(tost_hf.ToSTForImageClassification(config)).eval()
-    model.save_pretrained(tmp_path / "model")
-    save_image_processor(config, tmp_path / "model")
-    result = export_model(tmp_path / "model", tmp_path / "out")
-    assert result.agreement.difference < 1e-5
-    from PIL import Image
-    from transformers import ViTImageProcessorPil
+    model.save_pretrained(folder)
+    settings = make_image_processor(config, crop="squash").to_dict() | {"image_mean": [0.3, 0.4, 0.5]}
+    if processor_file:
+        content = {"image_processor": settings} if processor_file == "processor_config.json" else settings
+        (folder / processor_file).write_text(json.dumps(content))
+    return model
 
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 30, 3), np.uint8))
-    picture.save(tmp_path / "picture.png")
-    processor = ViTImageProcessorPil.from_pretrained(tmp_path / "model")
-    with torch.no_grad():
-        probabilities = model(**processor(picture, return_tensors="pt")).logits.softmax(-1)[0]
-    expected = f"{probabilities.max().item():6.1%}  {config.id2label[int(probabilities.argmax())]}"
-    assert run_script(tmp_path / "out", "classify.py", str(tmp_path / "picture.png")).splitlines()[0] == expected
-    command = [sys.executable, str(tmp_path / "out/classify.py")]
-    limited = os.environ | {"PYTHONIOENCODING": "cp1252"}
-    assert b"  ?????" in subprocess.check_output([*command, str(tmp_path / "picture.png")], env=limited)
-    result = subprocess.run([*command, "absent.jpg"], capture_output=True, text=True)
-    assert result.returncode == 2 and "error: absent.jpg cannot be read" in result.stderr
+
+def save_picture(path: Path, mode: str = "RGB") -> str:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6  # rotated by 90 degrees
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 30, 3), np.uint8)
+    Image.fromarray(pixels).convert(mode).save(path, exif=exif)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "processor_file, changes, modes",
+    [
+        ("preprocessor_config.json", {}, ("RGB", "L", "P")),
+        ("processor_config.json", {"problem_type": "multi_label_classification"}, ("RGB",)),
+        ("", {"id2label": {0: "птица"}}, ("RGB",)),  # one output
+        ("", {"problem_type": "regression", "num_channels": 1}, ("RGB",)),
+    ],
+)
+def test_image_classifiers(tmp_path, processor_file, changes, modes):
+    model = image_model(tmp_path / "model", processor_file, **changes)
+    assert export_model(tmp_path / "model", tmp_path / "out").agreement.difference < 1e-5
+    processor = make_image_processor(model.config)
+    if processor_file:
+        processor = AutoImageProcessor.from_pretrained(tmp_path / "model")
+    classifier = pipeline("image-classification", model, image_processor=processor)
+    number_format = "8.4g" if model.config.problem_type == "regression" else "6.1%"
+    for mode in modes:
+        path = save_picture(tmp_path / "picture.png", mode)
+        if model.config.num_channels == 3:
+            classes = classifier(path)
+        else:  # the pipeline converts all images to RGB
+            inputs = processor(load_image(path).convert("L"), return_tensors="pt")
+            classes = classifier.postprocess(classifier.forward(inputs))
+        expected = "".join(f"{x['score']:{number_format}}  {x['label']}\n" for x in classes)
+        result = run_script(tmp_path / "out", "classify.py", path)
+        assert (result.stdout, result.stderr) == (expected, "")
+
+
+@pytest.mark.slow
+def test_rejected_pictures_and_scripts(tmp_path):
+    model, out = image_model(tmp_path / "model"), tmp_path / "out"
+    export_model(tmp_path / "model", out)
+    Image.fromarray(np.zeros((8, 8), np.uint16)).save(tmp_path / "deep.png")
+    for name, message in [("absent.jpg", "cannot be read"), ("deep.png", "more than 8 bits")]:
+        result = run_script(out, "classify.py", str(tmp_path / name))
+        assert result.returncode == 2 and f"{name} " in result.stderr and message in result.stderr
+    command, limited = [sys.executable, str(out / "classify.py")], os.environ | {"PYTHONIOENCODING": "cp1252"}
+    assert b"  ?????" in subprocess.check_output([*command, save_picture(tmp_path / "picture.png")], env=limited)
+    script = (out / "classify.py").read_text()
+    changes = [("load_image(source)", 'source.convert("RGB")'), ("-scores", "scores"), ("import json", "import jso")]
+    for (old, new), message in zip(changes, ["the pipeline returns", "the pipeline returns", "classify.py fails: .* jso"]):
+        (out / "classify.py").write_text(script.replace(old, new))
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            compare_script(out / "classify.py", model, None, 1e-4)
 
 
 @pytest.mark.slow
@@ -125,11 +213,11 @@ def test_models_without_state(tmp_path, class_name, shapes):
     assert {spec["name"]: spec["shape"] for spec in outputs} == shapes
 
 
-def save_nothing(program, path, dtype):
+def save_nothing(program, path):
     pass
 
 
-def save_partially(program, path, dtype):
+def save_partially(program, path):
     path.write_bytes(b"half")
     raise OSError(28, "No space left on device")
 
@@ -172,14 +260,17 @@ def test_missing_packages_are_named(tmp_path, capsys, monkeypatch):
     "changes, options, message",
     [
         (SLIDING, [], "full_attention"),
-        ({}, ["--dtype", "int2"], "int2"),
+        ({}, ["--dtype", "int8"], "int8"),
+        ({"vocab_size": 257}, ["--tokenizer", "{large}"], "repetition_penalty"),
         ({}, ["--tokenizer", "{large}"], "tokenizer"),
         (None, [], "folder"),
     ],
 )
 def test_rejected_arguments(tmp_path, capsys, changes, options, message):
     if changes is not None:
-        tost_hf.ToSTForCausalLM(small_config(**changes)).save_pretrained(tmp_path / "model")
+        model = tost_hf.ToSTForCausalLM(small_config(**changes))
+        model.generation_config.repetition_penalty = 1.2
+        model.save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "large")
     options = [option.format(large=tmp_path / "large") for option in options]
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), *options]) == 1
