@@ -73,7 +73,7 @@ def assert_same_text(source: Path, folder: Path, prompt: str = "To be") -> None:
     ],
 )
 def test_language_models(tmp_path, name, dtype):
-    """`export_model` itself compares logits, greedy tokens and, in this process, the script's text."""
+    """`export_model` itself compares logits, and the text of the script in an interpreter with PyTorch."""
     source = language_folder(tmp_path / "model", **LANGUAGE[name])
     result = export_model(source, tmp_path / "onnx", dtype=dtype)
     assert result.agreement.difference < {"float32": 1e-5, "float16": 1e-2}[dtype]
@@ -91,7 +91,6 @@ def test_language_models(tmp_path, name, dtype):
     content = (tmp_path / "onnx" / "model.onnx").read_bytes()
     assert os.path.dirname(tost_hf.__file__).encode() not in content  # no local path
     if dtype == "float32":
-        assert result.agreement.equal_tokens == result.agreement.greedy_tokens > 20
         # without a position limit, longer than one chunk of a program with fixed shapes
         text = "To be" if facts["max_position_embeddings"] else "To be, or not to be, that is the question:"
         assert_same_text(source, tmp_path / "onnx", text)
