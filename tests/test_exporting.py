@@ -40,18 +40,11 @@ def language_folder(folder: Path, **changes) -> Path:
     return folder
 
 
-# runs a script like `python script.py`, as if these packages were not installed
-WITHOUT_PACKAGES = """
-import os, runpy, sys
-sys.modules.update(dict.fromkeys(("torch", "torchvision", "tost_hf")))
-sys.argv = sys.argv[1:]
-sys.path[0] = os.path.dirname(sys.argv[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-sE", "-c", WITHOUT_PACKAGES, str(folder / arguments[0]), *arguments[1:]]
+    """Runs a script of an exported folder as if these packages were not installed."""
+    code = "import runpy, sys; sys.modules.update(torch=None, torchvision=None, tost_hf=None); del sys.argv[0]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-sEc", code, str(folder / arguments[0]), *arguments[1:]]
     return subprocess.run(command, capture_output=True, encoding="utf-8", cwd=folder)
 
 
@@ -135,9 +128,9 @@ def image_folder(folder: Path, processor_file: str = "", **changes) -> tuple:
     if processor_file:
         processor = make_image_processor(config, crop="squash")
         processor.image_mean = [0.3, 0.4, 0.5]
-        settings = processor.to_dict()
-        is_nested = processor_file == "processor_config.json"
-        (folder / processor_file).write_text(json.dumps({"image_processor": settings} if is_nested else settings))
+        settings = {"image_processor": processor.to_dict()}
+        content = settings if processor_file == "processor_config.json" else settings["image_processor"]
+        (folder / processor_file).write_text(json.dumps(content))
     return model, processor
 
 
