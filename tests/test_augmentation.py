@@ -1,8 +1,6 @@
 """Augmentation of images for training, and the image processor for evaluation."""
 
-import importlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from image_runs import digit_pictures, load_processor
 from PIL import Image as PILImage
 from transformers import ViTImageProcessorPil
 
-import tost_hf
 from tost_hf import ToSTForImageClassification, ToSTVisionConfig
 from tost_hf.image_processing import convert_image, make_image_processor, save_image_processor
 from tost_hf.training.augmentation import EpochOrder, ImageCollator, TrainingView, draw_seed, mix
@@ -196,34 +193,3 @@ def test_saved_processors_of_other_channel_counts(tmp_path, caplog):
         processor(gray.convert("RGB"))
     save_image_processor(small_vision_config(num_channels=4), tmp_path / "other")
     assert not (tmp_path / "other").exists() and "none for images of 4 channels" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"size": {"shortest_edge": 224}, "do_center_crop": True, "crop_size": {"height": 224, "width": 224}},
-        {"size": {"shortest_edge": 224}},
-        {"size": {"height": 21, "width": 34}, "resample": PILImage.Resampling.LANCZOS, "rescale_factor": 1 / 127},
-        {"size": {"height": 32, "width": 32}, "resample": PILImage.Resampling.NEAREST, "do_normalize": False},
-        {"do_resize": False, "do_center_crop": True, "crop_size": {"height": 401, "width": 100}, "do_rescale": False},
-        {"do_resize": False, "do_rescale": False, "do_normalize": False, "do_convert_rgb": False},
-    ],
-)
-def test_script_of_exported_programs_equals_the_processor(monkeypatch, settings):
-    monkeypatch.syspath_prepend(Path(tost_hf.__file__).parent / "export")  # it imports files of this folder
-    classify = importlib.import_module("classify")
-    facts = {"inputs": [{"shape": ["batch", 3, "height", "width"]}], "image_size": 224}
-    processor = ViTImageProcessorPil(**({"do_convert_rgb": True} | settings))
-    for width, height in ((500, 375), (375, 500), (57, 400), (400, 57), (224, 224)):
-        picture = PILImage.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
-        expected = processor(picture, return_tensors="np")["pixel_values"]
-        pixels = classify.preprocess(picture, facts, json.loads(processor.to_json_string()))
-        assert pixels.dtype == np.float32
-        np.testing.assert_allclose(pixels, expected, rtol=1e-6, atol=1e-6)
-    transparent, white = PILImage.new("RGBA", (9, 9)), PILImage.new("RGB", (9, 9), "white")  # as in recent transformers
-    np.testing.assert_array_equal(*(classify.preprocess(picture, facts, settings) for picture in (transparent, white)))
-    facts = {"inputs": [{"shape": ["batch", 1, "height", "width"]}], "image_size": 224}
-    processor = ViTImageProcessorPil(**settings | {"do_convert_rgb": False, "image_mean": [0.4], "image_std": [0.2]})
-    expected = processor(picture.convert("L"), return_tensors="np")["pixel_values"]
-    pixels = classify.preprocess(picture, facts, json.loads(processor.to_json_string()))
-    np.testing.assert_allclose(pixels, expected, rtol=1e-6, atol=1e-6)

@@ -23,7 +23,7 @@ from tost_hf.model.configuration_tost import PRESETS
 from tost_hf.model.configuration_tost_vision import VISION_PRESETS
 
 
-COMMANDS = ("init", "convert", "card", "publish", "verify", "info", "inspect", "serve", "export", "space")
+COMMANDS = ("init", "convert", "card", "publish", "verify", "info", "inspect", "serve", "export", "app", "space")
 
 
 @pytest.fixture

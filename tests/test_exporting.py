@@ -89,6 +89,7 @@ def test_language_models(tmp_path, name, dtype):
         assert_same_text(source, tmp_path / "onnx", text)
 
 
+@pytest.mark.slow
 def test_generation_settings(tmp_path):
     """The script stops at each of several end tokens and samples as generation_config.json says."""
     source, out = language_folder(tmp_path / "model", num_hidden_layers=1), tmp_path / "onnx"
@@ -145,10 +146,10 @@ def save_picture(path: Path, mode: str) -> str:
 @pytest.mark.parametrize(
     "processor_file, changes, mode",
     [
-        ("preprocessor_config.json", {}, "L"),
         ("processor_config.json", {"problem_type": "multi_label_classification"}, "RGB"),
-        ("", {"id2label": {0: "птица"}}, "P"),  # one output
-        ("", {"problem_type": "regression", "num_channels": 1}, "RGB"),
+        pytest.param("preprocessor_config.json", {}, "L", marks=pytest.mark.slow),
+        pytest.param("", {"id2label": {0: "птица"}}, "P", marks=pytest.mark.slow),  # one output
+        pytest.param("", {"problem_type": "regression", "num_channels": 1}, "RGB", marks=pytest.mark.slow),
     ],
 )
 def test_image_classifiers(tmp_path, processor_file, changes, mode):

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification, 
 
 import tost_hf
 from tost_hf.hub import prepare_upload, verify
-from tost_hf.hub.publishing import prepare_space
 from tost_hf.hub.results import find_local_paths, shorten_paths
 from tost_hf.model.base_tost import code_files
 
@@ -413,22 +412,6 @@ def test_links_of_the_hub_cache(folder, tmp_path):
     files = contents(tmp_path / "upload")
     assert all(files[name] == data for name, data in contents(snapshot).items() if name != CONFIG)
     assert all(check.passed for check in verify(snapshot)), verify(snapshot)
-
-
-def test_spaces_that_are_incomplete_or_have_a_link_out_of_the_folder(tmp_path):
-    (tmp_path / "README.md").write_text("{}")
-    with pytest.raises(ValueError, match="is not a page that `tost-hf space` wrote"):
-        prepare_space(tmp_path, tmp_path / "upload")
-    names = {"README.md", "space.json", "model/export.json"}
-    for name in names:
-        (tmp_path / "page" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "page" / name).write_text("{}")
-    (tmp_path / "page/index.html").symlink_to(tmp_path)
-    prepare_space(tmp_path / "page", tmp_path / "upload")  # folders are left out
-    assert set(contents(tmp_path / "upload")) == names
-    (tmp_path / "page/tost.js").symlink_to(__file__)
-    with pytest.raises(ValueError, match=r"tost\.js is"):
-        prepare_space(tmp_path / "page", tmp_path / "upload")
 
 
 def test_verify_fails_for_modified_code(tmp_path):
