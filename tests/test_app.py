@@ -192,10 +192,14 @@ def test_colors_of_a_text(tmp_path):
 
 def test_positions_and_stopping(tmp_path):
     """A text ends at the last position table, longer prompts are rejected, and a stopped one makes way for the next."""
-    save_text_model(tmp_path / "short", position_embedding_type="learned", decay_type="none", eos_token_id=None)
+    save_text_model(
+        tmp_path / "short", position_embedding_type="learned", decay_type="none", eos_token_id=None, bos_token_id=None
+    )
     with open_app(tmp_path / "short") as page:
         client = connect(page)
         assert "31 tokens read" in client.predict("a" * 20, 0, 99, api_name="/write")[1]
+        with pytest.raises(AppError, match="`bos_token_id` has to be defined"):
+            client.predict("", 0, 9, api_name="/write")
         with pytest.raises(AppError, match=r"has 32 tokens; the model has positions for 32\. Shorten it"):
             client.predict("a" * 32, 0, 99, api_name="/write")
     save_text_model(tmp_path / "long", eos_token_id=None)

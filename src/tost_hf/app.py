@@ -21,6 +21,8 @@ from .interpret import compression_terms, half_life, membership_maps, plots, tok
 from .interpret.inspection import MAX_TOKENS, plot_class_attention, prepare_image
 from .interpret.trace import ModelTrace, tssa_layers
 from .model.cache_tost import ToSTCache
+from .model.modeling_tost import ToSTForSequenceClassification
+from .model.modeling_tost_vision import ToSTForImageClassification
 
 
 if TYPE_CHECKING:
@@ -33,7 +35,12 @@ TOP_K = 5  # classes to show
 MAX_NEW_TOKENS = 1000
 ENLARGED_PATCHES = 32  # rows or columns
 COMPRESSION_TITLE = "Compression by layer: the term that the layers lower (R), and the coding rate that it bounds"
-CSS = ".tokens { white-space: pre-wrap; line-height: 1.9; overflow-wrap: anywhere } .tokens span { padding: 0.1em 0 0.2em }"
+CSS = """
+.tokens { --most: 0.65; white-space: pre-wrap; line-height: 1.9; overflow-wrap: anywhere }
+.dark .tokens { --most: 0.4 }
+.tokens span { padding: 0.1em 0 0.2em;
+  background: color-mix(in srgb, var(--head) calc(100% * (0.08 + var(--most) * var(--lead))), transparent) }
+"""
 UNDERLINES = ("none", "1px solid", "3px double")  # by the mark of a head, as hatches in pictures
 
 
@@ -85,7 +92,7 @@ def make_app(model: str | os.PathLike, *, title: str | None = None, revision: st
     processor = load_processor(folder, config)
     loaded_model: Any = load_model(folder, config).float().to("cuda" if torch.cuda.is_available() else "cpu")
     title = title or (Path(model).resolve().name if os.path.isdir(model) else os.fspath(model))
-    with gr.Blocks(title=title, analytics_enabled=False) as page:
+    with gr.Blocks(title=title, analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         gr.Markdown(f"# {title}\n{type(loaded_model).__name__}, {loaded_model.num_parameters():,} parameters")
         if config.model_type == "tost_vision":
             _add_image_page(loaded_model, processor or make_image_processor(loaded_model.config))
@@ -120,8 +127,8 @@ class _Page:
 
     def on(self, listen: Callable, function: Callable, inputs: list, outputs: list, **options: Any) -> Any:
         """Adds an event listener to the queue; its function is also an endpoint for `gradio_client`."""
-        name = function.__name__.strip("_")
-        return listen(function, inputs, outputs, api_name=name, concurrency_id="model", concurrency_limit=1, **options)
+        options |= {"api_name": function.__name__, "concurrency_id": "model", "concurrency_limit": 1}
+        return listen(function, inputs, outputs, **options)
 
     def classify(self, run: Callable, input: Any) -> dict[str, float] | str:
         """The scores of a pipeline of transformers: a dict of probabilities, or a text for a model of numbers."""
@@ -156,7 +163,7 @@ def _add_image_page(model: Any, processor: Any) -> None:
     import gradio as gr
 
     page, config = _Page(model), model.config
-    is_classifier = hasattr(model, "classifier")
+    is_classifier = isinstance(model, ToSTForImageClassification)
     run: Any = pipeline("image-classification", model=model, image_processor=processor) if is_classifier else None
 
     def classify(file: str | None) -> dict[str, float] | str | None:
@@ -213,7 +220,7 @@ def _add_text_page(model: Any, tokenizer: Any, prompts: list[str]) -> None:
     import gradio as gr
 
     page, config = _Page(model), model.config
-    is_classifier = type(model).__name__ == "ToSTForSequenceClassification"
+    is_classifier = isinstance(model, ToSTForSequenceClassification)
     task: Any = "text-generation" if model.can_generate() else "text-classification" if is_classifier else None
     run: Any = task and pipeline(task, model=model, tokenizer=tokenizer)
 
@@ -326,7 +333,7 @@ def _color_tokens(pieces: list[str], memberships: torch.Tensor) -> str:
 
     def style(head: int, lead: float) -> str:
         color, mark = plots.head_style(head)
-        return f'style="background: {color}{round(20 + 180 * lead):02x}; border-bottom: {UNDERLINES[mark]}"'
+        return f'style="--head: {color}; --lead: {lead:.2f}; border-bottom: {UNDERLINES[mark]}"'
 
     spans = [
         f'<span {style(head, lead)} title="head {head}: {memberships[head, t]:.2f}">{html.escape(piece)}</span>'
