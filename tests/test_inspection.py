@@ -128,18 +128,16 @@ def test_labels_of_a_long_text_do_not_overlap():
         ("text", "the heads", {"max_tokens": 0}, "at least 1"),
         ("image", "nosuch.jpg", {}, "There is no file 'nosuch.jpg'; this model reads images"),
         ("image", "a cat on a mat", {}, "There is no file 'a cat on a mat'; this model reads images"),
-        ("image", "model/config.json", {}, "is not an image; this model reads images"),
+        ("image", "notes.json", {}, "is not an image; this model reads images"),
         ("image", "photo.png", {"max_tokens": 9}, "max_tokens is for texts"),
     ],
 )
-def test_input_is_checked_before_the_weights_are_loaded(
-    kind, source, options, message, photo, text_model, tmp_path, monkeypatch
-):
-    model = text_model if kind == "text" else tiny_vision_model()
-    model.config.save_pretrained(tmp_path / "model")  # without weights
+def test_rejected_inputs(kind, source, options, message, photo, text_model, tokenizer, tmp_path, monkeypatch):
+    model, processor = (text_model, tokenizer) if kind == "text" else (tiny_vision_model(), None)
+    (tmp_path / "notes.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        interpret.inspect_path("model", source, "out", **options)
+        interpret.inspect_model(model, processor, source, "out", **options)
 
 
 def test_inspect_path(photo, text_model, tokenizer, tmp_path, capsys):

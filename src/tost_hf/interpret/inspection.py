@@ -37,12 +37,9 @@ def inspect_path(
     input: "str | os.PathLike | Image",
     out_dir: str | os.PathLike,
     *,
-    layers: Sequence[int] | None = None,
-    image_size: int | None = None,
-    max_tokens: int | None = None,
     processor: str | os.PathLike | None = None,
     trust_remote_code: bool = False,
-    overwrite: bool = False,
+    **options: Any,
 ) -> list[Path]:
     """`inspect_model` for a model folder or Hub id, with the tokenizer or image processor stored with the model.
 
@@ -51,18 +48,16 @@ def inspect_path(
     ```
 
     Args:
-        input, out_dir, layers, image_size, max_tokens, overwrite: as in `inspect_model`.
+        input, out_dir, options: as in `inspect_model`.
         processor: folder or id of a tokenizer or image processor, in place of the model's. Vision models without either use
             `make_image_processor`.
         trust_remote_code: whether the remote code of a tokenizer or image processor may run; there is never a prompt. The
             model itself always runs this package's code.
 
-    Returns and raises as `inspect_model`, and what transformers raises for a missing tokenizer or image processor. The input
-    is checked before the model is loaded.
+    Returns and raises as `inspect_model`, and what transformers raises for a missing tokenizer or image processor.
     """
     folder = resolve_model_folder(model)
     config = load_config(folder)
-    content = _read_input(config, input, image_size, max_tokens)
     source, processor_or_tokenizer = os.fspath(folder if processor is None else processor), None
     with name_file_in_errors(Path(source)):
         if isinstance(config, ToSTConfig):
@@ -71,9 +66,7 @@ def inspect_path(
             processor_or_tokenizer = AutoImageProcessor.from_pretrained(source, trust_remote_code=trust_remote_code)
     loaded_model = load_model(folder, config)
     loaded_model.config.name_or_path = os.fspath(model)
-    return _write_plots(
-        loaded_model, processor_or_tokenizer, content, Path(out_dir), layers, image_size, max_tokens, overwrite
-    )
+    return inspect_model(loaded_model, processor_or_tokenizer, input, out_dir, **options)
 
 
 def inspect_model(
@@ -117,9 +110,38 @@ def inspect_model(
         OSError: the input or output cannot be read or written, or `out_dir` is not empty. Nothing is written.
         ImportError: matplotlib or Pillow is missing.
     """
-    tssa_layers(model)  # the baselines have none
+    require("matplotlib", "app")
+    target, tssa_numbers = Path(out_dir), list(tssa_layers(model))  # the baselines have none
+    check_folder(target, overwrite)
     content = _read_input(model.config, input, image_size, max_tokens)
-    return _write_plots(model, processor_or_tokenizer, content, Path(out_dir), layers, image_size, max_tokens, overwrite)
+    total = len(tssa_numbers)
+    spaced_numbers = [tssa_numbers[round(x)] for x in torch.linspace(0, total - 1, min(total, 6)).tolist()]
+    numbers = spaced_numbers if layers is None else sorted(set(layers))
+    for number in numbers:
+        check_layer(tssa_numbers, number)
+    if not numbers:
+        raise ValueError("layers is empty: name at least one layer, or leave it out.")
+    if isinstance(content, str):
+        trace, facts, figures = _inspect_text(model, processor_or_tokenizer, content, numbers, max_tokens or MAX_TOKENS)
+    else:
+        trace, facts, figures = _inspect_image(model, processor_or_tokenizer, content, numbers, image_size)
+    terms = {name: quantities.compression_terms(trace, name) for name in quantities.NORMALIZATIONS}
+    gram_layers = sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})
+    grams = [quantities.subspace_gram(model, layer) for layer in gram_layers]
+    figures["compression.png"] = plots.plot_compression(terms, trace.layers)
+    figures["subspaces.png"] = plots.plot_subspace_grams(grams, trace.memberships.shape[2], gram_layers)
+    heads, width = trace.memberships.shape[2], trace.projections[0].shape[-1]
+    name = model.config.name_or_path or "a model built in memory"
+    facts = [f"{type(model).__name__}, {name}", f"{total} TSSA layers of {heads} heads of width {width}", *facts]
+    others = [str(i) for i in range(model.config.num_hidden_layers) if i not in tssa_numbers]
+    if others:
+        facts.append(f"without memberships: layers {', '.join(others)} (softmax attention)")
+    with staged_folder(target) as folder:
+        for name, figure in figures.items():
+            figure.savefig(folder / name)
+        lines = [*(f"- {fact}" for fact in facts), "", *_make_layer_table(trace, terms)]
+        (folder / TABLE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return [target / name for name in (TABLE, *figures)]
 
 
 def _read_input(config, input, image_size: int | None, max_tokens: int | None) -> "str | Image":
@@ -149,42 +171,6 @@ def _read_input(config, input, image_size: int | None, max_tokens: int | None) -
     if not text:
         raise ValueError(f"{name!r} is empty.")
     return text
-
-
-def _write_plots(
-    model, processor_or_tokenizer, content: "str | Image", target: Path, layers, image_size, max_tokens, overwrite: bool
-) -> list[Path]:
-    require("matplotlib", "app")
-    check_folder(target, overwrite)
-    tssa_numbers = list(tssa_layers(model))
-    total = len(tssa_numbers)
-    spaced_numbers = [tssa_numbers[round(x)] for x in torch.linspace(0, total - 1, min(total, 6)).tolist()]
-    numbers = spaced_numbers if layers is None else sorted(set(layers))
-    for number in numbers:
-        check_layer(tssa_numbers, number)
-    if not numbers:
-        raise ValueError("layers is empty: name at least one layer, or leave it out.")
-    if isinstance(content, str):
-        trace, facts, figures = _inspect_text(model, processor_or_tokenizer, content, numbers, max_tokens or MAX_TOKENS)
-    else:
-        trace, facts, figures = _inspect_image(model, processor_or_tokenizer, content, numbers, image_size)
-    terms = {name: quantities.compression_terms(trace, name) for name in quantities.NORMALIZATIONS}
-    gram_layers = sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})
-    grams = [quantities.subspace_gram(model, layer) for layer in gram_layers]
-    figures["compression.png"] = plots.plot_compression(terms, trace.layers)
-    figures["subspaces.png"] = plots.plot_subspace_grams(grams, trace.memberships.shape[2], gram_layers)
-    heads, width = trace.memberships.shape[2], trace.projections[0].shape[-1]
-    name = model.config.name_or_path or "a model built in memory"
-    facts = [f"{type(model).__name__}, {name}", f"{total} TSSA layers of {heads} heads of width {width}", *facts]
-    others = [str(i) for i in range(model.config.num_hidden_layers) if i not in tssa_numbers]
-    if others:
-        facts.append(f"without memberships: layers {', '.join(others)} (softmax attention)")
-    with staged_folder(target) as folder:
-        for name, figure in figures.items():
-            figure.savefig(folder / name)
-        lines = [*(f"- {fact}" for fact in facts), "", *_make_layer_table(trace, terms)]
-        (folder / TABLE).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return [target / name for name in (TABLE, *figures)]
 
 
 def _inspect_image(
