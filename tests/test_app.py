@@ -389,7 +389,7 @@ class Browser:
 
 @pytest.mark.slow
 def test_images_in_a_browser(tmp_path, driver):
-    """A picture in, its class out; another layer changes the maps, not the class attention."""
+    """A picture in, its class out; another layer changes the maps, not the class attention; an error is a message."""
     folder = vision_folder(tmp_path / "model")
     rotated(tmp_path)
     [best] = pipeline("image-classification", str(folder))(str(tmp_path / "picture.png"), top_k=1)
@@ -402,11 +402,14 @@ def test_images_in_a_browser(tmp_path, driver):
         browser.wait(lambda: "Layer 0, of 16 x 16" in browser.text and browser.figures()[0] != before[0])
         assert browser.figures()[3] == before[3]
         browser.check()
+        Image.new("I;16", (8, 8)).save(tmp_path / "deep.png")
+        browser.find("//input[@type='file']")[0].send_keys(str(tmp_path / "deep.png"))
+        browser.wait(lambda: "more than 8 bits per channel" in browser.text)
 
 
 @pytest.mark.slow
 def test_texts_in_a_browser(tmp_path, driver):
-    """Text is streamed and stopped, and another layer chosen; an error is a message."""
+    """Text is streamed, stopped and continued, and another layer chosen."""
     save_text_model(tmp_path, eos_token_id=None, num_hidden_layers=24)  # slow enough to be stopped
     with open_app(tmp_path) as page:
         browser = Browser(driver, page)
@@ -422,10 +425,14 @@ def test_texts_in_a_browser(tmp_path, driver):
         prompt.send_keys("Stop me")
         number = browser.find("//input[@type='number']")[1]
         number.clear()
-        number.send_keys("1000\n")
+        number.send_keys("1000\t")
         browser.find("//button[normalize-space()='Write']")[0].click()
         browser.wait(lambda: shown.get_attribute("value").startswith("Stop me"))
         browser.find("//button[normalize-space()='Stop']")[0].click()
         time.sleep(1)
         assert int(re.search(r"(\d+) tokens read", browser.text)[1]) < 500
+        text = shown.get_attribute("value")
+        browser.find("//button[normalize-space()='Continue']")[0].click()
+        browser.wait(lambda: len(shown.get_attribute("value")) > len(text) and shown.get_attribute("value").startswith(text))
+        browser.find("//button[normalize-space()='Stop']")[0].click()
         browser.check()

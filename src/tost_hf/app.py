@@ -120,15 +120,18 @@ class _Page:
     def __init__(self, model: Any):
         self.model = model
         self.lock = Lock()
+        self.endpoints: set[str] = set()
         try:
             self.layers = list(tssa_layers(model))
         except ValueError:  # the baselines have none
             self.layers = []
 
-    def on(self, listen: Callable, function: Callable, inputs: list, outputs: list, **options: Any) -> Any:
-        """Adds an event listener to the queue; its function is also an endpoint for `gradio_client`."""
-        options |= {"api_name": function.__name__, "concurrency_id": "model", "concurrency_limit": 1}
-        return listen(function, inputs, outputs, **options)
+    def on(self, listen: Callable, function: Callable, inputs: list, outputs: list) -> Any:
+        """Adds an event listener to the queue. The first one of a function is also an endpoint for `gradio_client`."""
+        name = function.__name__
+        options = {"api_name": name, "api_visibility": "private" if name in self.endpoints else "public"}
+        self.endpoints.add(name)
+        return listen(function, inputs, outputs, concurrency_id="model", concurrency_limit=1, **options)
 
     def classify(self, run: Callable, input: Any) -> dict[str, float] | str:
         """The scores of a pipeline of transformers: a dict of probabilities, or a text for a model of numbers."""
@@ -210,7 +213,7 @@ def _add_image_page(model: Any, processor: Any) -> None:
         inputs, outputs = [file, layer, enlarge], [note, *figures]
         page.on(changed.then if changed else file.change, look, inputs, outputs)
         for setting in (layer, enlarge):
-            page.on(setting.input, look, inputs, outputs, api_visibility="private")
+            page.on(setting.input, look, inputs, outputs)
 
 
 # Texts ------------------------------------------------------------------------------------------------------------------
@@ -246,7 +249,8 @@ def _add_text_page(model: Any, tokenizer: Any, prompts: list[str]) -> None:
     text = gr.Textbox(prompts[0], label="Prompt" if model.can_generate() else "Text", lines=3)
     if len(prompts) > 1:
         gr.Examples([[prompt] for prompt in prompts], text, label="Examples")
-    shown, changed = text, None
+    shown: Any = text
+    events: list[Any] = []  # after which the heads are shown
     if model.can_generate():
         settings = model.generation_config
         default = (1.0 if settings.temperature is None else settings.temperature) if settings.do_sample else 0.0
@@ -254,14 +258,15 @@ def _add_text_page(model: Any, tokenizer: Any, prompts: list[str]) -> None:
             temperature = gr.Slider(0, 2, default, step=0.05, label="Temperature (0: greedy)", min_width=300)
             tokens = gr.Slider(1, MAX_NEW_TOKENS, 100, step=1, label="New tokens", min_width=300)
         with gr.Row():
-            start, stop = gr.Button("Write", variant="primary"), gr.Button("Stop")
+            start, more, stop = gr.Button("Write", variant="primary"), gr.Button("Continue"), gr.Button("Stop")
         shown, state = gr.Textbox(label="Text", lines=6, interactive=False), gr.Markdown()
-        changed = page.on(start.click, write, [text, temperature, tokens], [shown, state])
-        stop.click(None, cancels=[changed])
+        events.append(page.on(start.click, write, [text, temperature, tokens], [shown, state]))
+        events.append(page.on(more.click, write, [shown, temperature, tokens], [shown, state]))
+        stop.click(None, cancels=events)
     else:
         start = gr.Button("Classify" if is_classifier else "Read", variant="primary")
     if is_classifier:
-        changed = page.on(start.click, classify, [text], [gr.Label(label="Class", num_top_classes=TOP_K)])
+        events.append(page.on(start.click, classify, [text], [gr.Label(label="Class", num_top_classes=TOP_K)]))
     if page.layers:
         layer = gr.Radio(page.layers, value=page.layers[-1], label="Layer")
         gr.Markdown(f"Strongest head of each token (of the first {MAX_TOKENS}), pale where it barely leads:")
@@ -270,8 +275,8 @@ def _add_text_page(model: Any, tokenizer: Any, prompts: list[str]) -> None:
         if config.decay_type != "none":
             titles.append("Decay: what remains of each head's sums at each token, and tokens after which half remains")
         figures = _add_figures(titles)
-        page.on(changed.then if changed else start.click, look, [shown, layer], [colored, *figures])
-        page.on(layer.input, look, [shown, layer], [colored, *figures], api_visibility="private")
+        for listen in (*([event.then for event in events] or [start.click]), layer.input):
+            page.on(listen, look, [shown, layer], [colored, *figures])
 
 
 def _generate(page: _Page, run: Any, prompt: str, temperature: float, tokens: int) -> Iterator[tuple[str, str]]:
