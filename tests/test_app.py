@@ -214,6 +214,7 @@ def test_positions_and_stopping(tmp_path):
         assert begin <= len(job.outputs()) < 900
 
 
+@pytest.mark.slow
 def test_several_users(tmp_path):
     """At once they get what each gets alone, although the model's hooks record one computation at a time."""
     save_text_model(tmp_path)
