@@ -308,6 +308,16 @@ def test_publishing_a_space(hub, clients, tmp_path):
     assert "spaces/tost/broken" not in hub.repositories
 
 
+def test_space_of_a_repository(hub, clients, tmp_path):
+    """It loads the repository; the name and the license are the card's."""
+    clients.publish(language_folder(tmp_path / "model"), "tost/words", "--tag", "v1")
+    command = ["space", "tost/words", tmp_path / "space", "--revision", "v1"]
+    clients.command(*command, token=hub.token).check()
+    assert "launch_app('tost/words', title='tost/words', revision='v1')" in (tmp_path / "space/app.py").read_text()
+    metadata = (tmp_path / "space/README.md").read_text().split("---")[1]
+    assert "license: apache-2.0" in metadata and "- tost/words" in metadata and not (tmp_path / "space/model").exists()
+
+
 def test_what_is_not_published_as_a_space(tmp_path, capsys):
     def publish(*options) -> str:
         assert main(["publish", "--space", str(tmp_path / "space"), "me/space", "--dry-run", *options]) == 1
