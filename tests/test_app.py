@@ -190,7 +190,7 @@ def test_colors_of_a_text(tmp_path):
             assert len(figures) == 2  # compression and decay
 
 
-def test_positions_and_stopping(tmp_path):
+def test_positions_and_stopping(tmp_path, monkeypatch):
     """A text ends at the last position table, longer prompts are rejected, and a stopped one makes way for the next."""
     save_text_model(
         tmp_path / "short", position_embedding_type="learned", decay_type="none", eos_token_id=None, bos_token_id=None
@@ -203,15 +203,16 @@ def test_positions_and_stopping(tmp_path):
         with pytest.raises(AppError, match=r"has 32 tokens; the model has positions for 32\. Shorten it"):
             client.predict("a" * 32, 0, 99, api_name="/write")
     save_text_model(tmp_path / "long", eos_token_id=None)
+    caches = []
+    monkeypatch.setattr(tost_hf.app, "ToSTCache", lambda config: caches.append(tost_hf.ToSTCache(config)) or caches[-1])
     with open_app(tmp_path / "long") as page:
         client = connect(page)
         job = client.submit("a", 1, 1000, api_name="/write")
         while len(job.outputs()) < 5:
             time.sleep(0.01)
         job.cancel()
-        begin = len(job.outputs())
         assert client.predict("a", 0, 3, api_name="/write")[1].startswith("3 tokens read")
-        assert begin <= len(job.outputs()) < 900
+    assert [cache.get_seq_length() for cache in caches][1:] == [3] and caches[0].get_seq_length() < 900
 
 
 @pytest.mark.slow
