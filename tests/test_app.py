@@ -23,7 +23,8 @@ import tost_hf
 from tost_hf import interpret
 from tost_hf.app import launch_app
 from tost_hf.cli import main
-from tost_hf.image_processing import make_image_processor
+from tost_hf.image_processing import make_image_processor, open_image
+from tost_hf.interpret import plots
 from tost_hf.model.configuration_tost import FULL_ATTENTION, TSSA
 
 
@@ -119,8 +120,15 @@ def test_scores_are_those_of_the_pipeline(tmp_path, save_picture, fields, settin
         assert any(fn.api_name == "look" for fn in page.fns.values()) == ("attention_type" not in fields)
 
 
-def test_maps_of_an_image(tmp_path):
-    """Of the chosen layer and size; errors are messages."""
+def test_maps_of_an_image(tmp_path, monkeypatch):
+    """Of the chosen layer and size, on one scale; errors are messages."""
+    drawn, plot = {}, plots.plot_membership_maps
+
+    def record(maps, picture, layers, **options):
+        drawn[maps.shape, *layers] = maps[0], options.get("limit")
+        return plot(maps, picture, layers, **options)
+
+    monkeypatch.setattr(plots, "plot_membership_maps", record)
     folder = vision_folder(tmp_path / "model")
     rotated(tmp_path)
     picture = handle_file(str(tmp_path / "picture.png"))
@@ -134,6 +142,14 @@ def test_maps_of_an_image(tmp_path):
         assert notes[1, True] == "Layer 1, of 86 x 64 pixels in 43 x 32 patches"
         pictures = [json.dumps(figure) for figure in figures.values()]
         assert len(set(pictures)) == 3 and all(len(figure) == 4 for figure in figures.values())
+        model = tost_hf.ToSTForImageClassification.from_pretrained(folder).eval()
+        pixel_values = make_image_processor(model.config)(
+            open_image(tmp_path / "picture.png"), return_tensors="pt"
+        ).pixel_values
+        maps = interpret.membership_maps(interpret.trace_model(model, pixel_values=pixel_values))[0]
+        for layer in (0, 1):
+            shown, limit = drawn[(1, *maps.shape[1:]), layer]
+            assert torch.allclose(shown, maps[layer]) and limit == pytest.approx(max(2 / len(shown), float(maps.max())))
         with pytest.raises(AppError, match="more than 8 bits per channel"):
             client.predict(handle_file(str(tmp_path / "deep.png")), api_name="/classify")
         (tmp_path / "text.png").write_text("no image")
@@ -183,7 +199,7 @@ def test_colors_of_a_text(tmp_path):
         for layer in (0, 1):
             colored, *figures = connect(page).predict(TEXT, layer, api_name="/look")
             spans = re.findall(r'<span style="([^"]*)" title="head (\d): ([\d.]+)">(.*?)</span>', colored, re.DOTALL)
-            assert "".join(html.unescape(piece) for *_, piece in spans) == TEXT
+            assert "".join(html.unescape(piece) for *_, piece in spans) == TEXT and "<b>" not in colored
             memberships = trace.memberships[0, layer]
             assert [int(head) for _, head, *_ in spans] == memberships.argmax(0).tolist()
             assert [float(value) for _, _, value, _ in spans] == pytest.approx(memberships.amax(0).tolist(), abs=0.006)
