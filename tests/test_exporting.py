@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList, generation, pipe
 import tost_hf
 from tost_hf.cli import main
 from tost_hf.export import export_model, writing
-from tost_hf.export.comparing import compare_script
+from tost_hf.export.comparing import Agreement, compare_script
 from tost_hf.export.runtime import LanguageModel, load
 from tost_hf.image_processing import make_image_processor
 from tost_hf.model.configuration_tost import FULL_ATTENTION, SLIDING_ATTENTION, TSSA
@@ -233,6 +233,19 @@ def test_failures_leave_no_files(tmp_path, capsys, monkeypatch, weight, dtype, s
     monkeypatch.setattr(writing, "load", load_constant_program)
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--dtype", dtype]) == 1
     assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_other_output_of_the_script_leaves_no_files(tmp_path, capsys, monkeypatch):
+    def reject(script, model, exported, tolerance):
+        raise ValueError(f"{script.name} prints something else")
+
+    for name, stub in (("save_onnx", save_nothing), ("load", load_constant_program), ("compare_script", reject)):
+        monkeypatch.setattr(writing, name, stub)
+    monkeypatch.setattr(writing, "compare", lambda *arguments: Agreement(0.0))
+    language_folder(tmp_path / "model")
+    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out")]) == 1
+    assert "generate.py prints something else" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
