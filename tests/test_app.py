@@ -177,6 +177,7 @@ def test_text_is_that_of_the_pipeline(tmp_path, layer_types):
     last = model.generate(**tokenizer(TEXT, return_tensors="pt"), max_new_tokens=12, do_sample=False)[0, -1].item()
     model.generation_config.eos_token_id = [0, last]
     model.generation_config.save_pretrained(tmp_path)
+    write = pipeline("text-generation", model, tokenizer=tokenizer)  # with those
     expected = write(TEXT, max_new_tokens=40, do_sample=False)[0]["generated_text"]
     assert expected != longest
     with open_app(tmp_path) as page:
