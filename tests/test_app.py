@@ -447,8 +447,7 @@ def test_texts_in_a_browser(tmp_path, driver):
         browser.find("//button[normalize-space()='Write']")[0].click()
         browser.wait(lambda: "115 tokens read" in browser.text and browser.figures())
         assert shown.get_attribute("value").startswith("Once upon a time")
-        tokens = browser.find("//div[@class='tokens']")[1]
-        before = tokens.get_attribute("innerHTML")
+        before = browser.find("//div[@class='tokens']")[1].get_attribute("innerHTML")
         browser.find("//label[normalize-space()='0']")[0].click()
         browser.wait(lambda: browser.find("//div[@class='tokens']")[1].get_attribute("innerHTML") != before)
         prompt.clear()
@@ -462,7 +461,10 @@ def test_texts_in_a_browser(tmp_path, driver):
         time.sleep(1)
         assert int(re.search(r"(\d+) tokens read", browser.text)[1]) < 500
         text = shown.get_attribute("value")
+        before = browser.find("//div[@class='tokens']")[1].get_attribute("innerHTML")
+        number.clear()
+        number.send_keys("5\t")
         browser.find("//button[normalize-space()='Continue']")[0].click()
         browser.wait(lambda: len(shown.get_attribute("value")) > len(text) and shown.get_attribute("value").startswith(text))
-        browser.find("//button[normalize-space()='Stop']")[0].click()
+        browser.wait(lambda: browser.find("//div[@class='tokens']")[1].get_attribute("innerHTML") != before)  # the last event
         browser.check()
