@@ -90,7 +90,7 @@ def plot_heads(model: PreTrainedModel, pixels: torch.Tensor, images: torch.Tenso
     heads = [(layer, int(explained[layer].argmax())) for layer in layers]
     figure = Figure(figsize=(1.5 * (2 + len(heads)), 1.5 * len(pixels) + 0.3), layout="constrained")
     axes = figure.subplots(len(pixels), 2 + len(heads), squeeze=False)
-    limit = scale_limit(trace.memberships)
+    limit = scale_limit(trace.memberships, 1 / trace.memberships.shape[2])
     titles = ["photograph", "k-means", *(f"layer {layer}, head {head}" for layer, head in heads)]
     for panels, image, labels, maps in zip(axes, images, clusters, membership_maps(trace)):
         panels[0].imshow(image.numpy())

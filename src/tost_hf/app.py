@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from transformers import StoppingCriteriaList, TextIteratorStreamer, pipeline
 
 from .extras import require
-from .hub.loading import load_config, load_model, load_processor, resolve_model_folder
-from .hub.results import CARD, load_card
-from .image_processing import make_image_processor, open_image
+from .hub.loading import display_name, load_config, load_with_processor, resolve_model_folder
+from .hub.results import load_metadata
+from .image_processing import open_image
 from .interpret import compression_terms, half_life, membership_maps, plots, token_decay, trace_model
-from .interpret.inspection import MAX_TOKENS, plot_class_attention, prepare_image
+from .interpret.inspection import MAX_TOKENS, plot_class_attention, prepare_image, prepare_text
 from .interpret.trace import ModelTrace, tssa_layers
 from .model.cache_tost import ToSTCache
 from .model.modeling_tost import ToSTForSequenceClassification
@@ -89,15 +89,13 @@ def make_app(model: str | os.PathLike, *, title: str | None = None, revision: st
 
     folder = resolve_model_folder(model, revision)
     config = load_config(folder)
-    processor = load_processor(folder, config)
-    loaded_model: Any = load_model(folder, config).float().to("cuda" if torch.cuda.is_available() else "cpu")
-    title = title or (Path(model).resolve().name if os.path.isdir(model) else os.fspath(model))
+    loaded_model, processor = load_with_processor(folder, config)
+    loaded_model = cast(Any, loaded_model).float().to("cuda" if torch.cuda.is_available() else "cpu")
+    title = title or display_name(model)
     with gr.Blocks(title=title, analytics_enabled=False, delete_cache=(3600, 3600)) as page:
         gr.Markdown(f"# {title}\n{type(loaded_model).__name__}, {loaded_model.num_parameters():,} parameters")
         if config.model_type == "tost_vision":
-            _add_image_page(loaded_model, processor or make_image_processor(loaded_model.config))
-        elif processor is None:
-            raise ValueError(f"{model} has no tokenizer, which the page needs: save one in its folder.")
+            _add_image_page(loaded_model, processor)
         else:
             _add_text_page(loaded_model, processor, _find_prompts(folder))
         gr.Markdown("ToST, the [Token Statistics Transformer](https://arxiv.org/abs/2412.17810)")
@@ -106,8 +104,8 @@ def make_app(model: str | os.PathLike, *, title: str | None = None, revision: st
 
 def _find_prompts(folder: Path) -> list[str]:
     """The examples of the model card (`widget`), by default one of our own."""
-    widget = load_card(folder / CARD).data.get("widget") if (folder / CARD).is_file() else None
-    texts = [example["text"] for example in widget or () if isinstance(example, dict) and isinstance(example.get("text"), str)]
+    widget = load_metadata(folder).get("widget") or ()
+    texts = [example["text"] for example in widget if isinstance(example, dict) and isinstance(example.get("text"), str)]
     return texts or [PROMPT]
 
 
@@ -145,8 +143,9 @@ class _Page:
         with self.lock:
             return trace_model(self.model, **inputs)
 
-    def plot_compression(self, trace: ModelTrace) -> "Figure":
-        return plots.plot_compression({"tokens": compression_terms(trace)}, trace.layers)
+
+def _plot_compression(trace: ModelTrace) -> "Figure":
+    return plots.plot_compression({"tokens": compression_terms(trace)}, trace.layers)
 
 
 def _add_figures(titles: list[str]) -> list[Any]:
@@ -182,11 +181,14 @@ def _add_image_page(model: Any, processor: Any) -> None:
         pixel_values, picture = prepare_image(model, processor, open_image(file), image_size)
         trace = page.trace(pixel_values=pixel_values)
         i = trace.layers.index(layer)
-        maps, limit = membership_maps(trace)[0, i : i + 1], plots.scale_limit(trace.memberships)
+        maps, limit = (
+            membership_maps(trace)[0, i : i + 1],
+            plots.scale_limit(trace.memberships, 1 / trace.memberships.shape[2]),
+        )
         drawn = [
             plots.plot_membership_maps(maps, picture, [layer], limit=limit, heads_per_line=4),
             plots.plot_strongest_heads(maps, picture, [layer]),
-            page.plot_compression(trace),
+            _plot_compression(trace),
         ]
         if trace.class_attentions is not None:
             drawn.append(plot_class_attention(trace, picture, heads_per_line=4))
@@ -234,13 +236,12 @@ def _add_text_page(model: Any, tokenizer: Any, prompts: list[str]) -> None:
         yield from _generate(page, run, prompt, temperature, int(tokens))
 
     def look(text: str, layer: int) -> list[Any]:
-        input_ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids
-        input_ids = input_ids[:, : min(MAX_TOKENS, config.max_position_embeddings)]
+        input_ids, _ = prepare_text(model, tokenizer, text)
         if not input_ids.numel():
             return ["", *(None for _ in figures)]
         trace = page.trace(input_ids=input_ids)
         i = trace.layers.index(layer)
-        drawn = [page.plot_compression(trace)]
+        drawn = [_plot_compression(trace)]
         if trace.log_decay is not None:
             drawn.append(plots.plot_decay(token_decay(trace)[0, i : i + 1], half_life(trace)[0, i : i + 1], [layer]))
         pieces = _split_text(tokenizer, input_ids[0].tolist())

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
@@ -35,6 +35,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from ..extras import require
 from ..files import is_path, name_file_in_errors, read_json
+from ..image_processing import make_image_processor
 from ..model import modeling_tost, modeling_tost_vision
 from ..model.base_tost import AUTO_MAPS
 from ..model.configuration_tost import PRESETS, ToSTConfig
@@ -126,6 +127,11 @@ def resolve_model_folder(
         with suppress(EntryNotFoundError):
             hf_hub_download(name, CARD, revision=folder.name, token=token)
         return folder
+
+
+def display_name(source: str | os.PathLike) -> str:
+    """How a page names a model: by its folder or repository."""
+    return Path(source).resolve().name if os.path.isdir(source) else os.fspath(source)
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
@@ -251,6 +257,20 @@ def load_processor(folder: Path, config: PreTrainedConfig) -> PreTrainedTokenize
     processor = _load("The image processor", lambda: AutoImageProcessor.from_pretrained(folder, **WITHOUT_CODE))
     vars(processor).pop("auto_map", None)
     return processor
+
+
+def load_with_processor(folder: Path, config: PreTrainedConfig) -> tuple[PreTrainedModel, Any]:
+    """A model and what prepares its inputs: its tokenizer, or its image processor, by default `make_image_processor`.
+
+    Raises:
+        ValueError: as `load_model` and `load_processor`; or a text model has no tokenizer.
+        ImportError: as `load_processor`.
+    """
+    processor: Any = load_processor(folder, config)
+    if processor is None and config.model_type == "tost":
+        raise ValueError(f"{folder} has no tokenizer, which the page needs: save one in its folder.")
+    model = load_model(folder, config)
+    return model, processor or make_image_processor(cast(ToSTVisionConfig, config))
 
 
 def has_file(folder: Path, names: Iterable[str]) -> bool:

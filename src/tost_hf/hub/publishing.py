@@ -178,6 +178,18 @@ def check_repo_id(repo_id: str) -> None:
         raise ValueError(f"Name the repository OWNER/NAME, with the user or organization that it belongs to, not {repo_id!r}.")
 
 
+def create_if_missing(
+    api: HfApi, repo_id: str, private: bool | None, repo_type: str = "model", space_sdk: str | None = None
+) -> bool:
+    """Creates a repository that does not exist, and returns whether it did; ValueError for a public one not to be."""
+    if not api.repo_exists(repo_id, repo_type=repo_type):
+        api.create_repo(repo_id, repo_type=repo_type, private=private, space_sdk=space_sdk)
+        return True
+    if private and not api.repo_info(repo_id, repo_type=repo_type).private:
+        raise ValueError(f"{repo_id} exists and is public: make it private in its settings, or leave out --private.")
+    return False
+
+
 @hub_errors("the repository")
 def upload(
     folder: str | os.PathLike,
@@ -214,11 +226,8 @@ def upload(
     api = HfApi(token=token, library_name="tost_hf", library_version=__version__)
     created = ""  # what exists for this commit only; `delete` deletes it
     delete: Callable[[], object]
-    if not api.repo_exists(repo_id):
-        api.create_repo(repo_id, private=private)
+    if create_if_missing(api, repo_id, private):
         created, delete = "repository", partial(api.delete_repo, repo_id)
-    elif private and not api.repo_info(repo_id).private:
-        raise ValueError(f"{repo_id} exists and is public: make it private in its settings, or leave out --private.")
     elif tag and api.revision_exists(repo_id, tag):
         raise ValueError(f"{repo_id} already has the tag {tag!r}; choose another tag, or delete it first.")
     try:

@@ -132,6 +132,15 @@ def _is_private(path: str) -> bool:
     return os.path.isabs(path) and path.split("/")[1] not in ("bin", "dev", "etc", "lib", "opt", "proc", "usr")
 
 
+def load_metadata(folder: Path) -> dict[str, Any]:
+    """The metadata of a folder's model card; empty if it has none.
+
+    Raises:
+        ValueError: as `load_card`.
+    """
+    return load_card(folder / CARD).data.to_dict() if (folder / CARD).is_file() else {}
+
+
 def load_card(path: Path) -> ModelCard:
     """Loads the model card in a file, which may lack metadata.
 

@@ -5,7 +5,6 @@ import os
 import shutil
 from importlib.metadata import requires
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi, SpaceCardData
 from packaging.requirements import Requirement
@@ -13,9 +12,9 @@ from packaging.requirements import Requirement
 from ..extras import require
 from ..files import check_folder, staged_folder
 from ..version import __version__
-from .loading import hub_errors, load_config, load_model, load_processor, resolve_model_folder
-from .publishing import check_repo_id, check_texts
-from .results import CARD, load_card
+from .loading import display_name, hub_errors, load_config, load_with_processor, resolve_model_folder
+from .publishing import check_repo_id, check_texts, create_if_missing
+from .results import CARD, load_metadata
 
 
 MODEL = "model"  # the folder of a model that is part of the Space
@@ -66,19 +65,14 @@ def write_space(
     check_folder(target, overwrite, [model])
     source = resolve_model_folder(model, revision, only_description=not is_folder)
     config = load_config(source)
-    title = title or (Path(model).resolve().name if is_folder else os.fspath(model))
-    card: Any = load_card(source / CARD).data if (source / CARD).is_file() else None
+    title, card = title or display_name(model), load_metadata(source)
     with staged_folder(target) as folder:
         arguments = f"{os.fspath(model)!r}, title={title!r}, revision={revision!r}"
         if is_folder:
             arguments = f"{MODEL!r}, title={title!r}"
-            processor = load_processor(source, config)
-            if processor is None and config.model_type == "tost":
-                raise ValueError(f"{model} has no tokenizer, which the page needs: save one in its folder.")
-            for part in (load_model(source, config), processor):
-                if part is not None:
-                    part.save_pretrained(folder / MODEL)
-            if card is not None:  # has the page's examples
+            for part in load_with_processor(source, config):
+                part.save_pretrained(folder / MODEL)
+            if (source / CARD).is_file():  # has the page's examples
                 shutil.copyfile(source / CARD, folder / MODEL / CARD)
         shutil.copytree(Path(__file__).parents[1], folder / "tost_hf", ignore=shutil.ignore_patterns("__pycache__"))
         metadata = SpaceCardData(
@@ -86,7 +80,7 @@ def write_space(
             sdk="gradio",
             sdk_version=gradio.__version__,
             app_file=APP,
-            license=card.get("license") if card is not None else None,
+            license=card.get("license"),
             models=None if is_folder else [os.fspath(model)],
             emoji="📐",
             colorFrom="blue",
@@ -136,11 +130,7 @@ def publish_space(
     check_space(folder)
     check_repo_id(repo_id)
     api = HfApi(token=token, library_name="tost_hf", library_version=__version__)
-    is_new = not api.repo_exists(repo_id, repo_type="space")
-    if is_new:
-        api.create_repo(repo_id, repo_type="space", space_sdk="gradio", private=private)
-    elif private and not api.repo_info(repo_id, repo_type="space").private:
-        raise ValueError(f"{repo_id} exists and is public: make it private in its settings, or leave out --private.")
+    is_new = create_if_missing(api, repo_id, private, "space", space_sdk="gradio")
     try:
         return api.upload_folder(
             repo_id=repo_id,

@@ -232,14 +232,18 @@ def prepare_image(model, processor, image: "Image", image_size: int | None = Non
     return pixel_values, picture.clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0)
 
 
+def prepare_text(model, tokenizer, text: str, max_tokens: int = MAX_TOKENS) -> tuple[torch.Tensor, int]:
+    """The first tokens of a text (1, T), as many as the model has positions for, and the number of all."""
+    input_ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]  # verbose: warns of long texts
+    return input_ids[:, : min(max_tokens, model.config.max_position_embeddings)], input_ids.shape[1]
+
+
 def _inspect_text(
     model, tokenizer, text: str, layers: list[int], max_tokens: int
 ) -> tuple[ModelTrace, list[str], dict[str, "Figure"]]:
     if tokenizer is None:
         raise ValueError("A language model needs its tokenizer.")
-    input_ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]  # verbose: warns of long texts
-    total = input_ids.shape[1]
-    input_ids = input_ids[:, : min(max_tokens, model.config.max_position_embeddings)]
+    input_ids, total = prepare_text(model, tokenizer, text, max_tokens)
     shown = input_ids.shape[1]
     trace = trace_model(model, input_ids=input_ids)
     indices = [trace.layers.index(layer) for layer in layers]

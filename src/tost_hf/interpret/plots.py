@@ -41,9 +41,9 @@ def strongest_heads(memberships: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return (largest * memberships.shape[0] - 1).clamp(0, 1), strongest
 
 
-def scale_limit(memberships: torch.Tensor) -> float:
-    """The upper end of the color scale of memberships (..., H, T): the largest one, and at least twice the uniform 1 / H."""
-    return max(2 / memberships.shape[-2], float(memberships.max()))
+def scale_limit(values: torch.Tensor, uniform: float) -> float:
+    """The upper end of a color scale from 0: the largest value, and at least twice the uniform one."""
+    return max(2 * uniform, float(values.max()))
 
 
 def _make_figure(height: float) -> "Figure":
@@ -92,11 +92,11 @@ def plot_membership_maps(
         maps: (layers, H, rows, columns), one value per patch; a patch is drawn as a square of its size in the picture.
         picture: (height, width, 3), from 0 to 1.
         uniform: the value of uniform maps, which is marked on the scale; by default the membership 1 / H.
-        limit: the upper end of the scale; by default the largest value, and at least twice the uniform one.
+        limit: the upper end of the scale; by default `scale_limit` of these maps.
     """
     heads = maps.shape[1]
     uniform = 1 / heads if uniform is None else uniform
-    limit = max(2 * uniform, float(maps.max())) if limit is None else limit
+    limit = scale_limit(maps, uniform) if limit is None else limit
     columns, lines = min(heads, heads_per_line), math.ceil(heads / heads_per_line)
     aspect = picture.shape[0] / picture.shape[1]
     title_height = 0.22 * (len(maps) * lines if lines > 1 else 1)
@@ -187,9 +187,10 @@ def plot_entropy_by_position(buckets: "EntropyByPosition", heads: int, layers: S
 
 def plot_membership_tokens(maps: torch.Tensor, layers: Sequence[int]) -> "Figure":
     """Pi (layers, H, T) along a sequence: a strip for each layer, heads from top to bottom, with one color scale from 0."""
-    figure, images = _plot_strips(maps, layers, scale_limit(maps), line=0.09)
+    uniform = 1 / maps.shape[1]
+    figure, images = _plot_strips(maps, layers, scale_limit(maps, uniform), line=0.09)
     for image in images:
-        _add_scale(figure, image, image.axes, 1 / maps.shape[1])
+        _add_scale(figure, image, image.axes, uniform)
     return figure
 
 
