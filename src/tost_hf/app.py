@@ -33,6 +33,7 @@ PHOTOS = Path(__file__).with_name("photos")
 PROMPT = "Once upon a time"
 TOP_K = 5  # classes to show
 MAX_NEW_TOKENS = 1000
+UPDATE_SECONDS = 0.05  # between texts sent to the browser: a phone cannot draw hundreds a second, and could not press Stop
 ENLARGED_PATCHES = 32  # rows or columns
 COMPRESSION_TITLE = "Compression by layer: the term that the layers lower (R), and the coding rate that it bounds"
 CSS = """
@@ -302,19 +303,24 @@ def _generate(page: _Page, run: Any, prompt: str, temperature: float, tokens: in
             results.append(error)
             streamer.end()
 
-    thread, begin, text = Thread(target=generate), time.monotonic(), prompt
+    def describe() -> str:
+        length = cache.get_seq_length()
+        speed = max(length - num_read, 0) / (time.monotonic() - begin)
+        state = _describe_cache(cache.layers, config, page.layers, length)
+        return f"{length:,} tokens read, {speed:.0f} a second. {state}"
+
+    thread, begin, last, text = Thread(target=generate), time.monotonic(), 0.0, prompt
     thread.start()
     try:
         for piece in streamer:
             text += piece
-            length = cache.get_seq_length()
-            speed = max(length - num_read, 0) / (time.monotonic() - begin)
-            state = _describe_cache(cache.layers, config, page.layers, length)
-            yield text, (line := f"{length:,} tokens read, {speed:.0f} a second. {state}")
+            if time.monotonic() - last > UPDATE_SECONDS:
+                yield text, describe()
+                last = time.monotonic()
         thread.join()
         if isinstance(results[0], Exception):
             raise results[0]
-        yield results[0], line
+        yield results[0], describe()
     finally:
         stopped.set()
         thread.join()
