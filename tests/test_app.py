@@ -185,6 +185,9 @@ def test_text_is_that_of_the_pipeline(tmp_path, monkeypatch, layer_types):
         job = connect(page).submit(TEXT, 0, 40, api_name="/write")
         assert job.result()[0] == expected
         assert all(expected.startswith(partial.rstrip("\ufffd")) for partial, _ in job.outputs()) and len(job.outputs()) > 2
+        monkeypatch.setattr(tost_hf.app, "UPDATE_SECONDS", 1000)
+        rarely = connect(page).submit(TEXT, 0, 40, api_name="/write")
+        assert rarely.result()[0] == expected and len(rarely.outputs()) == 2  # the first token and all of them
         states = {re.search(r"State of the TSSA layers: ([\d,]+) bytes", line)[1] for _, line in job.outputs()}
         assert len(states) == 1
         growing = {match[1] for _, line in job.outputs() if (match := re.search(r"softmax attention: ([\d,]+)", line))}
