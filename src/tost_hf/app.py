@@ -182,10 +182,8 @@ def _add_image_page(model: Any, processor: Any) -> None:
         pixel_values, picture = prepare_image(model, processor, open_image(file), image_size)
         trace = page.trace(pixel_values=pixel_values)
         i = trace.layers.index(layer)
-        maps, limit = (
-            membership_maps(trace)[0, i : i + 1],
-            plots.scale_limit(trace.memberships, 1 / trace.memberships.shape[2]),
-        )
+        maps = membership_maps(trace)[0, i : i + 1]
+        limit = plots.scale_limit(trace.memberships, 1 / trace.memberships.shape[2])
         drawn = [
             plots.plot_membership_maps(maps, picture, [layer], limit=limit, heads_per_line=4),
             plots.plot_strongest_heads(maps, picture, [layer]),
