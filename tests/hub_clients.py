@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import randomize, small_config, small_vision_config
 from hub_server import Hub
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, pipeline
 
 import tost_hf
 from tost_hf.image_processing import make_image_processor
@@ -208,6 +209,39 @@ def vision_folder(folder: Path) -> Path:
     save_with_card(randomize(tost_hf.ToSTForImageClassification(config)), folder)
     make_image_processor(config).save_pretrained(folder)
     return folder
+
+
+def image_folder(folder: Path, processor_file: str | None = None, **changes) -> tuple:
+    """Saves an image classifier and returns it with its processor, which has unusual settings if that has a file."""
+    config = small_vision_config(**({"num_hidden_layers": 1, "id2label": {0: "cat", 1: "dog", 2: "птица"}} | changes))
+    model, processor = randomize(tost_hf.ToSTForImageClassification(config)).eval(), make_image_processor(config)
+    model.save_pretrained(folder)
+    if processor_file:
+        processor = make_image_processor(config, crop="squash")
+        processor.image_mean = [0.3, 0.4, 0.5]
+        settings = {"image_processor": processor.to_dict()}
+        content = settings if processor_file == "processor_config.json" else settings["image_processor"]
+        (folder / processor_file).write_text(json.dumps(content))
+    return model, processor
+
+
+def image_pipeline(model, processor):
+    """The classifier of transformers; for one channel with gray images, which it would convert to RGB."""
+    classifier = pipeline("image-classification", model, image_processor=processor)
+    if model.config.num_channels == 1:
+        classifier.image_processor = lambda images, **options: processor(images.convert("L"), **options)
+    return classifier
+
+
+def save_picture(path: Path, mode: str = "RGB") -> str:
+    """Saves noise as phones save a photograph: rotated, with an orientation in its EXIF data. 30 x 40 pixels, upright."""
+    from PIL import ExifTags, Image
+
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 30, 3), np.uint8)).convert(mode)
+    picture.rotate(90, expand=True).save(path, exif=exif)
+    return str(path)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -11,12 +11,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 from byte_models import byte_tokenizer, make_model
 from conftest import randomize, small_config, small_vision_config
-from hub_clients import contents, language_folder, vision_folder
+from hub_clients import contents, image_folder, image_pipeline, language_folder, save_picture, vision_folder
 from transformers import pipeline
 
 import tost_hf
@@ -60,64 +59,31 @@ def save_text_model(folder, **changes):
 # Images -----------------------------------------------------------------------------------------------------------------
 
 
-def upright(folder):
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 30, 3), np.uint8)).save(folder / "picture.png")
-
-
-def rotated(folder):
-    """A photograph as phones save it: turned, with an orientation in its EXIF data."""
-    upright(folder)
-    exif = Image.Exif()
-    exif[274] = 6
-    Image.open(folder / "picture.png").rotate(90, expand=True).save(folder / "picture.png", exif=exif)
-
-
-def gray(folder):
-    upright(folder)
-    Image.open(folder / "picture.png").convert("L").save(folder / "picture.png")
-
-
 @pytest.mark.parametrize(
-    "save_picture, fields, settings",
+    "processor_file, mode, changes",
     [
-        (rotated, {}, "preprocessor_config.json"),
-        (gray, {}, "processor_config.json"),
-        (upright, {}, None),
-        (rotated, {"num_channels": 1}, None),
-        (upright, {"problem_type": "multi_label_classification"}, "preprocessor_config.json"),
-        (upright, {"problem_type": "regression", "num_labels": 1}, "preprocessor_config.json"),
-        (upright, {"num_labels": 1}, "preprocessor_config.json"),
-        (upright, {"attention_type": "xca"}, "preprocessor_config.json"),
+        ("preprocessor_config.json", "RGB", {}),
+        ("processor_config.json", "L", {}),
+        (None, "RGB", {}),
+        (None, "RGB", {"num_channels": 1}),
+        ("preprocessor_config.json", "RGB", {"problem_type": "multi_label_classification"}),
+        ("preprocessor_config.json", "RGB", {"problem_type": "regression", "id2label": {0: "LABEL_0"}}),
+        ("preprocessor_config.json", "RGB", {"id2label": {0: "one"}}),
+        ("preprocessor_config.json", "RGB", {"attention_type": "xca"}),
     ],
 )
-def test_scores_are_those_of_the_pipeline(tmp_path, save_picture, fields, settings):
-    model = randomize(tost_hf.ToSTForImageClassification(small_vision_config(**({"num_labels": 3} | fields)))).eval()
-    model.save_pretrained(tmp_path / "model")
-    processor = make_image_processor(model.config, crop="squash" if settings else None)
-    if settings:
-        processor.save_pretrained(tmp_path / "model")
-        content = json.loads((tmp_path / "model/preprocessor_config.json").read_text())
-        (tmp_path / "model/preprocessor_config.json").unlink()
-        content = {"image_processor": content} if settings == "processor_config.json" else content
-        (tmp_path / "model" / settings).write_text(json.dumps(content))
-    save_picture(tmp_path)
-    picture = str(tmp_path / "picture.png")
-    if model.config.num_channels == 3:
-        expected = pipeline("image-classification", model, image_processor=processor)(picture)
-    else:  # the pipeline converts to RGB
-        upright(tmp_path / "model")
-        with torch.no_grad():
-            inputs = processor(Image.open(tmp_path / "model/picture.png").convert("L"), return_tensors="pt")
-            scores = model(**inputs).logits[0].softmax(-1).tolist()
-        expected = [{"label": model.config.id2label[i], "score": score} for i, score in enumerate(scores)]
+def test_scores_are_those_of_the_pipeline(tmp_path, processor_file, mode, changes):
+    model, processor = image_folder(tmp_path / "model", processor_file, **changes)
+    picture = save_picture(tmp_path / "picture.png", mode)
+    expected = image_pipeline(model, processor)(picture)
     with open_app(tmp_path / "model") as page:
         result = connect(page).predict(handle_file(picture), api_name="/classify")
-        if fields.get("problem_type") == "regression":
+        if changes.get("problem_type") == "regression":
             assert result["label"] == f"LABEL_0: {expected[0]['score']:.4g}"
             return
         scores = {entry["label"]: entry["confidence"] for entry in result["confidences"]}
         assert scores == pytest.approx({entry["label"]: entry["score"] for entry in expected}, rel=1e-4)
-        assert any(fn.api_name == "look" for fn in page.fns.values()) == ("attention_type" not in fields)
+        assert any(fn.api_name == "look" for fn in page.fns.values()) == ("attention_type" not in changes)
 
 
 def test_maps_of_an_image(tmp_path, monkeypatch):
@@ -130,8 +96,8 @@ def test_maps_of_an_image(tmp_path, monkeypatch):
 
     monkeypatch.setattr(plots, "plot_membership_maps", record)
     folder = vision_folder(tmp_path / "model")
-    rotated(tmp_path)
-    picture = handle_file(str(tmp_path / "picture.png"))
+    path = save_picture(tmp_path / "picture.png")
+    picture = handle_file(path)
     Image.new("I;16", (8, 8)).save(tmp_path / "deep.png")
     with open_app(folder) as page:
         client = connect(page)
@@ -143,9 +109,7 @@ def test_maps_of_an_image(tmp_path, monkeypatch):
         pictures = [json.dumps(figure) for figure in figures.values()]
         assert len(set(pictures)) == 3 and all(len(figure) == 4 for figure in figures.values())
         model = tost_hf.ToSTForImageClassification.from_pretrained(folder).eval()
-        pixel_values = make_image_processor(model.config)(
-            open_image(tmp_path / "picture.png"), return_tensors="pt"
-        ).pixel_values
+        pixel_values = make_image_processor(model.config)(open_image(path), return_tensors="pt").pixel_values
         maps = interpret.membership_maps(interpret.trace_model(model, pixel_values=pixel_values))[0]
         for layer in (0, 1):
             shown, limit = drawn[(1, *maps.shape[1:]), layer]
@@ -159,9 +123,9 @@ def test_maps_of_an_image(tmp_path, monkeypatch):
 
 def test_a_backbone_shows_its_maps(tmp_path):
     randomize(tost_hf.ToSTBackbone(small_vision_config())).save_pretrained(tmp_path / "model")
-    upright(tmp_path)
+    picture = handle_file(save_picture(tmp_path / "picture.png"))
     with open_app(tmp_path / "model") as page:
-        note, *figures = connect(page).predict(handle_file(str(tmp_path / "picture.png")), 1, False, api_name="/look")
+        note, *figures = connect(page).predict(picture, 1, False, api_name="/look")
     assert note.startswith("Layer 1") and len(figures) == 3
 
 
@@ -434,11 +398,11 @@ class Browser:
 def test_images_in_a_browser(tmp_path, driver):
     """A picture in, its class out; another layer changes the maps, not the class attention; an error is a message."""
     folder = vision_folder(tmp_path / "model")
-    rotated(tmp_path)
-    [best] = pipeline("image-classification", str(folder))(str(tmp_path / "picture.png"), top_k=1)
+    picture = save_picture(tmp_path / "picture.png")
+    [best] = pipeline("image-classification", str(folder))(picture, top_k=1)
     with open_app(folder) as page:
         browser = Browser(driver, page)
-        browser.find("//input[@type='file']")[0].send_keys(str(tmp_path / "picture.png"))
+        browser.find("//input[@type='file']")[0].send_keys(picture)
         browser.wait(lambda: f"{best['label']}\n{best['score']:.0%}" in browser.text and len(browser.figures()) == 4)
         before = browser.figures()
         browser.find("//label[normalize-space()='0']")[0].click()

@@ -12,7 +12,8 @@ import pytest
 import torch
 from byte_models import byte_tokenizer, make_model
 from conftest import randomize, small_config, small_vision_config
-from PIL import ExifTags, Image
+from hub_clients import image_folder, image_pipeline, save_picture
+from PIL import Image
 from transformers import GenerationConfig, LogitsProcessorList, generation, pipeline
 
 import tost_hf
@@ -20,7 +21,6 @@ from tost_hf.cli import main
 from tost_hf.export import export_model, writing
 from tost_hf.export.comparing import Agreement, compare_script
 from tost_hf.export.runtime import LanguageModel, load
-from tost_hf.image_processing import make_image_processor
 from tost_hf.model.configuration_tost import FULL_ATTENTION, SLIDING_ATTENTION, TSSA
 
 
@@ -121,28 +121,6 @@ def test_sampling(monkeypatch):
     np.testing.assert_allclose(counts / 4000, expected, atol=0.03)
 
 
-def image_folder(folder: Path, processor_file: str = "", **changes) -> tuple:
-    """Saves an image classifier and returns it with its processor, which has unusual settings if that has a file."""
-    config = small_vision_config(**({"num_hidden_layers": 1, "id2label": {0: "cat", 1: "dog", 2: "птица"}} | changes))
-    model, processor = randomize(tost_hf.ToSTForImageClassification(config)).eval(), make_image_processor(config)
-    model.save_pretrained(folder)
-    if processor_file:
-        processor = make_image_processor(config, crop="squash")
-        processor.image_mean = [0.3, 0.4, 0.5]
-        settings = {"image_processor": processor.to_dict()}
-        content = settings if processor_file == "processor_config.json" else settings["image_processor"]
-        (folder / processor_file).write_text(json.dumps(content))
-    return model, processor
-
-
-def save_picture(path: Path, mode: str) -> str:
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6  # rotated by 90 degrees
-    pixels = np.random.default_rng(0).integers(0, 255, (40, 30, 3), np.uint8)
-    Image.fromarray(pixels).convert(mode).save(path, exif=exif)
-    return str(path)
-
-
 @pytest.mark.parametrize(
     "processor_file, changes, mode",
     [
@@ -155,12 +133,9 @@ def save_picture(path: Path, mode: str) -> str:
 def test_image_classifiers(tmp_path, processor_file, changes, mode):
     model, processor = image_folder(tmp_path / "model", processor_file, **changes)
     assert export_model(tmp_path / "model", tmp_path / "out").agreement.difference < 1e-5
-    classifier = pipeline("image-classification", model, image_processor=processor)
-    if model.config.num_channels == 1:  # the pipeline itself converts all images to RGB
-        classifier.image_processor = lambda images, **options: processor(images.convert("L"), **options)
     path = save_picture(tmp_path / "picture.png", mode)
     number_format = "8.4g" if model.config.problem_type == "regression" else "6.1%"
-    expected = "".join(f"{x['score']:{number_format}}  {x['label']}\n" for x in classifier(path))
+    expected = "".join(f"{x['score']:{number_format}}  {x['label']}\n" for x in image_pipeline(model, processor)(path))
     result = run_script(tmp_path / "out", "classify.py", path)
     assert (result.stdout, result.stderr) == (expected, "")
 
@@ -174,7 +149,7 @@ def test_rejected_pictures_and_scripts(tmp_path):
         result = run_script(out, "classify.py", str(tmp_path / name))
         assert result.returncode == 2 and f"{name} " in result.stderr and message in result.stderr
     command, limited = [sys.executable, str(out / "classify.py")], os.environ | {"PYTHONIOENCODING": "cp1252"}
-    assert b"  ?????" in subprocess.check_output([*command, save_picture(tmp_path / "picture.png", "RGB")], env=limited)
+    assert b"  ?????" in subprocess.check_output([*command, save_picture(tmp_path / "picture.png")], env=limited)
     script, no_exif = (out / "classify.py").read_text(), ("load_image(source)", 'source.convert("RGB")')
     for change, message in [(no_exif, "the pipeline returns"), (("import json", "import jso"), "fails: Traceback")]:
         (out / "classify.py").write_text(script.replace(*change))
