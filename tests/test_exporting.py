@@ -30,8 +30,9 @@ onnx = pytest.importorskip("onnx", reason="an export to ONNX needs the extra `ex
 
 DECAY = {"num_hidden_layers": 1, "decay_type": "token", "conv_kernel": 4, "position_embedding_type": "none"}
 HYBRID = {**DECAY, "num_hidden_layers": 2, "layer_types": [TSSA, FULL_ATTENTION]}
-SLIDING = {**HYBRID, "layer_types": [TSSA, SLIDING_ATTENTION], "sliding_window": 4}
-LANGUAGE = {"published": {"num_hidden_layers": 1}, "decay": DECAY, "hybrid": HYBRID}
+WINDOW = {**HYBRID, "layer_types": [TSSA, SLIDING_ATTENTION], "sliding_window": 4}
+MIXED = {**WINDOW, "num_hidden_layers": 3, "layer_types": [TSSA, SLIDING_ATTENTION, FULL_ATTENTION]}
+LANGUAGE = {"published": {"num_hidden_layers": 1}, "decay": DECAY, "hybrid": HYBRID, "window": WINDOW, "mixed": MIXED}
 
 
 def language_folder(folder: Path, **changes) -> Path:
@@ -62,6 +63,8 @@ def assert_same_text(source: Path, folder: Path, prompt: str = "To be") -> None:
         ("published", "float32"),
         pytest.param("decay", "float32", marks=pytest.mark.slow),
         pytest.param("hybrid", "float32", marks=pytest.mark.slow),
+        ("window", "float32"),
+        pytest.param("mixed", "float32", marks=pytest.mark.slow),
         pytest.param("decay", "float16", marks=pytest.mark.slow),
     ],
 )
@@ -233,7 +236,6 @@ def test_missing_packages_are_named(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "changes, options, message",
     [
-        (SLIDING, [], "full_attention"),
         ({}, ["--dtype", "int8"], "int8"),
         ({"vocab_size": 257}, ["--tokenizer", "{large}"], "repetition_penalty"),
         ({}, ["--tokenizer", "{large}"], "tokenizer"),

@@ -157,7 +157,7 @@ def _make_inputs(program: ModelProgram, batch: int) -> tuple[torch.Tensor, ...]:
     if program.is_vision:
         sides = [count * config.patch_size for count in (6, 8 - batch)]
         return (torch.randn([batch, config.num_channels, *sides], generator=generator),)
-    shape = batch, min(PROMPT_TOKENS, config.max_position_embeddings)
+    shape = batch, min(program.window + PROMPT_TOKENS, config.max_position_embeddings)
     input_ids = torch.randint(config.vocab_size, shape, generator=generator)
     mask = torch.ones_like(input_ids)
     mask[-1, : 2 * (batch > 1)] = 0

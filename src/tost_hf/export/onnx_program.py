@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from .programs import HEIGHT, KV_LENGTH, WIDTH, ModelProgram
+from .programs import CACHED, HEIGHT, WIDTH, ModelProgram
 
 
 ONNX_OPSET = 18
@@ -57,7 +57,10 @@ def _trace(program: ModelProgram) -> torch.export.ExportedProgram:
 def _dynamic_shapes(program: ModelProgram) -> tuple[dict[int, Any], ...]:
     """The `dynamic_shapes` of torch.export for each input."""
     names = {name for spec in program.inputs for name in spec.shape if isinstance(name, str)}
-    dims: dict[str, Any] = {name: torch.export.Dim(name) for name in names - {KV_LENGTH}} | {KV_LENGTH: torch.export.Dim.AUTO}
+    bounds = {CACHED: program.window or None}
+    dims: dict[str, Any] = {
+        name: torch.export.Dim.AUTO if "+" in name else torch.export.Dim(name, min=bounds.get(name)) for name in names
+    }
     if program.is_vision:
         patch_size = cast(int, program.model.config.patch_size)
         dims |= {name: patch_size * torch.export.Dim(f"{name}_in_patches") for name in (HEIGHT, WIDTH)}

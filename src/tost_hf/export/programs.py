@@ -1,8 +1,8 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Models as functions from tensors to tensors, for tracing; inputs and outputs of language models include the state.
 
-One program starts and continues a sequence: before the first token, the state is zeros (and keys and values of length 0). All
-tensors of the state are float32 inputs and outputs.
+One program starts and continues a sequence: before the first token, the state is zeros, and keys and values have length 0. A
+model with sliding windows starts with a window of padding. All tensors of the state are float32 inputs and outputs.
 """
 
 from typing import Any, NamedTuple, cast
@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from ..cache_files import layer_shapes
 from ..model.cache_tost import ToSTCache, get_layer_type
-from ..model.configuration_tost import SLIDING_ATTENTION, TSSA
+from ..model.configuration_tost import FULL_ATTENTION, SLIDING_ATTENTION, TSSA
 from ..model.inputs_tost import CACHE_NAME
 from ..model.modeling_tost_vision import ToSTVisionPreTrainedModel
 from ..model.tssa_reference import TSSAState
@@ -24,7 +24,8 @@ BATCH, TOKENS, CACHED, HEIGHT, WIDTH = "batch", "tokens", "cached", "height", "w
 KV_LENGTH = f"{CACHED}+{TOKENS}"
 PAST, PRESENT = "past.", "present."  # prefixes of the state's tensors as inputs and outputs
 Sizes = dict[str, int]  # of dynamic dimensions, by name
-SAMPLE_SIZES = {BATCH: 2, TOKENS: 5, CACHED: 3, KV_LENGTH: 8}
+SAMPLE_SIZES = {BATCH: 2, TOKENS: 5}
+SAMPLE_CACHED = 3  # beyond a sliding window
 
 
 class TensorSpec(NamedTuple):
@@ -41,6 +42,7 @@ class ModelProgram(nn.Module):
     Attributes:
         inputs, outputs: the specs of inputs and outputs, in order.
         state: the specs of the state's tensors, without prefixes; empty except for language models.
+        window: number of cached tokens before the first token, which are padding: a sliding window, or 0.
         sample_sizes: dynamic dimensions of the traced inputs, all different.
     """
 
@@ -52,6 +54,7 @@ class ModelProgram(nn.Module):
         super().__init__()
         self.model = model
         self.state = []
+        self.window = 0
         self.sample_sizes = SAMPLE_SIZES
 
     @property
@@ -68,30 +71,31 @@ class ModelProgram(nn.Module):
 class LanguageProgram(ModelProgram):
     """A language model with its state.
 
-    Inputs: `input_ids` (batch, tokens); `attention_mask` (batch, tokens), or (batch, cached+tokens) if the model has attention
-    layers; `position_ids` (batch, tokens) if the model has positions; the state.
+    Inputs: `input_ids` (batch, tokens); `attention_mask` (batch, tokens), or of the cached tokens, too, if the model has
+    attention layers; `position_ids` (batch, tokens) if the model has positions; the state.
     Outputs: `logits` (batch, tokens, vocabulary), `memberships` (batch, layers, heads, tokens) of the TSSA layers, and
     the new state.
-
-    Raises:
-        ValueError: the model has sliding windows, whose state depends on the number of processed tokens.
     """
 
     def __init__(self, model: PreTrainedModel):
         super().__init__(model)
         config: Any = model.config
         self.config = config
-        if SLIDING_ATTENTION in config.layer_types:
-            raise ValueError("Layers of sliding_attention cannot be exported yet; use full_attention.")
-        self.has_attention = set(config.layer_types) != {TSSA}
-        self.has_positions = config.position_embedding_type == "learned" or self.has_attention
+        self.window = config.sliding_window if SLIDING_ATTENTION in config.layer_types else 0
+        cached, num_tokens = self.window + SAMPLE_CACHED, SAMPLE_SIZES[TOKENS]
+        window_length = f"{self.window}+{TOKENS}"  # of keys and values if nothing grows
+        kv_lengths = {KV_LENGTH: cached + num_tokens, window_length: self.window + num_tokens}
+        self.sample_sizes = SAMPLE_SIZES | {CACHED: cached} | kv_lengths
+        kv_length = KV_LENGTH if FULL_ATTENTION in config.layer_types else window_length
+        has_attention = set(config.layer_types) != {TSSA}
+        self.has_positions = config.position_embedding_type == "learned" or has_attention
         for i, layer_type in enumerate(config.layer_types):
-            for name, shape in layer_shapes(config, layer_type, SAMPLE_SIZES[CACHED]).items():
-                sizes = [CACHED if name in ("keys", "values") and d == 1 else n for d, n in enumerate(shape)]
+            for name, shape in layer_shapes(config, layer_type, cached).items():
+                sizes = [CACHED if layer_type == FULL_ATTENTION and d == 1 else n for d, n in enumerate(shape)]
                 self.state.append(TensorSpec(f"layers.{i}.{name}", "float32", (BATCH, *sizes)))
         token_shape = (BATCH, TOKENS)
         self.inputs = [TensorSpec("input_ids", "int64", token_shape)]
-        self.inputs.append(TensorSpec("attention_mask", "int64", (BATCH, KV_LENGTH) if self.has_attention else token_shape))
+        self.inputs.append(TensorSpec("attention_mask", "int64", (BATCH, kv_length) if has_attention else token_shape))
         if self.has_positions:
             self.inputs.append(TensorSpec("position_ids", "int64", token_shape))
         self.inputs += [spec._replace(name=PAST + spec.name) for spec in self.state]
@@ -122,7 +126,7 @@ class LanguageProgram(ModelProgram):
 
     def _make_cache(self, state: list[torch.Tensor]) -> Cache:
         cache, tensors = ToSTCache(self.config), iter(state)
-        cached_length = next((x.shape[2] for x in state if x.ndim == 4), 0)  # keys and values have 4 dimensions
+        cached_length = next((x.shape[2] for x, spec in zip(state, self.state) if CACHED in spec.shape), self.window)
         for layer in cast(list[Any], cache.layers):
             if get_layer_type(layer) == TSSA:
                 tssa_state = TSSAState(next(tensors), next(tensors), next(tensors))
@@ -133,6 +137,8 @@ class LanguageProgram(ModelProgram):
                 layer.cumulative_length = layer.cumulative_length + cached_length
             else:
                 layer.update(next(tensors).to(self.model.dtype), next(tensors).to(self.model.dtype))
+                if layer.is_sliding:
+                    layer.cumulative_length = cached_length
         return cache
 
 

@@ -37,11 +37,13 @@ class LanguageModel:
         shapes = {spec["name"]: spec["shape"] for spec in metadata["inputs"]}
         self.input_names = [name for name in ("input_ids", "attention_mask", "position_ids") if name in shapes]
         self.has_attention = shapes["attention_mask"] != shapes["input_ids"]  # attention layers also mask the cached tokens
-        sizes = {"batch": batch, "cached": 0}
+        self.window = metadata["window"]
+        sizes = {"batch": batch, "cached": self.window}
         self.state = {
             spec["input"]: np.zeros([sizes.get(n, n) for n in spec["shape"]], spec["dtype"]) for spec in metadata["state"]
         }
-        self.mask = np.zeros((batch, 0), np.int64)
+        self.grows = any("cached" in spec["shape"] for spec in metadata["state"])
+        self.mask = np.zeros((batch, self.window), np.int64)  # of the cached tokens; the first ones are padding
         self.length = np.zeros((batch, 1), np.int64)  # number of processed tokens, without padding
 
     def forward(self, input_ids: np.ndarray, mask: np.ndarray | None = None) -> np.ndarray:
@@ -54,7 +56,8 @@ class LanguageModel:
         position_ids = (self.length + mask.cumsum(1) - 1).clip(0)
         self.length += mask.sum(1, keepdims=True)
         if self.has_attention:
-            self.mask = mask = np.concatenate([self.mask, mask], 1)
+            mask = np.concatenate([self.mask, mask], 1)
+            self.mask = mask if self.grows else mask[:, mask.shape[1] - self.window :]
         inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": position_ids}
         inputs = {name: np.ascontiguousarray(inputs[name]) for name in self.input_names}
         outputs = self.run(inputs | self.state)

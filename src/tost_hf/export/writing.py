@@ -77,9 +77,9 @@ def export_model(
         The folder and the `Agreement` of program and model.
 
     Raises:
-        ValueError: the model has sliding windows, or settings of generation that the script does not apply; the program or
-            script returns other outputs; the tokenizer does not fit the model; or the output folder is, contains or is inside
-            the folder of the model or tokenizer.
+        ValueError: the model has settings of generation that the script does not apply; the program or script returns other
+            outputs; the tokenizer does not fit the model; or the output folder is, contains or is inside the folder of the
+            model or tokenizer.
         ImportError: the packages of the extra `export` are not installed.
         OSError: the model does not exist, or the folder cannot be written.
     """
@@ -135,7 +135,7 @@ def make_metadata(program: ModelProgram, dtype: str) -> dict:
     """The content of `export.json`, without the agreement.
 
     `state` lists the tensors of a language model's state with the names of their inputs and outputs. Before the first token
-    they are zeros, and a dimension "cached" is 0.
+    they are zeros, a dimension "cached" is `window`, and the attention mask begins with as many zeros.
     """
     config: Any = program.model.config
     names: tuple[str, ...]
@@ -153,6 +153,7 @@ def make_metadata(program: ModelProgram, dtype: str) -> dict:
             metadata["max_position_embeddings"] = None
         metadata["tssa_layers"] = [i for i, kind in enumerate(config.layer_types) if kind == TSSA]
         metadata["num_attention_heads"] = config.num_attention_heads
+        metadata["window"] = program.window
         size = state_bytes(config)
         metadata |= {"state_bytes": size.saved, "state_bytes_per_token": size.per_token}
         metadata["state"] = [
