@@ -26,6 +26,7 @@ logger = logging.getLogger("scripting.classification")  # at the level of the sc
 TITLE = "## Accuracy by class"
 CONFUSION = "confusion_matrix.png"
 MAX_CLASSES = 30  # of a table and a confusion matrix that can be read
+HELD_OUT_FRACTION, MIN_HELD_OUT, MAX_HELD_OUT_FRACTION = 0.05, 100, 0.25  # by default, of the training examples
 LABEL_COLUMNS = ("label", "labels", "fine_label")  # usual names, of columns that are no `ClassLabel`
 
 
@@ -202,7 +203,11 @@ def prepare_splits(
     splits = {split: choose_columns(split, dataset, data_args) for split, dataset in splits.items()}
     splits, names = encode_labels(splits, data_args.class_names, model_names, "train" in requested, kind)
     if holds_out and "train" in splits:
-        parts = splits["train"].train_test_split(data_args.train_val_split, seed=seed)
+        size = data_args.train_val_split
+        if size is None:
+            count = len(splits["train"])
+            size = min(max(round(HELD_OUT_FRACTION * count), MIN_HELD_OUT), max(round(MAX_HELD_OUT_FRACTION * count), 1))
+        parts = splits["train"].train_test_split(size, seed=seed)
         splits |= {"train": parts["train"], "validation": parts["test"]}
     splits = {split: dataset for split, dataset in splits.items() if split in requested}
     return _limit_samples(splits, data_args, seed), names

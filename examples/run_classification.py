@@ -1,18 +1,20 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Trains or fine-tunes a text classifier: transformers' run_classification, with ToST's presets, for texts of any length.
 
+    python examples/run_classification.py --model_name_or_path model_cards/trained/tost-imdb-2m --dtype float32 \
+        --train_file documents.csv --do_train --do_eval --output_dir my-classifier    # a small model, on a CPU
     python examples/run_classification.py --config_name tost-plus-base --config_overrides pooling=mean \
         --tokenizer_vocab_size 8192 --dataset_name stanfordnlp/imdb --do_train --do_eval --output_dir my-classifier
-    python examples/run_classification.py examples/recipes/text_classification.yaml --model_name_or_path my-language-model \
-        --config_overrides pooling=mean --train_file reviews.csv --do_train --do_eval --output_dir my-classifier
     python examples/run_classification.py --model_name_or_path my-classifier --test_file more.csv --do_predict \
         --output_dir evaluated
 
 It has the arguments of `ToSTTrainingArguments`. The first argument may be a .yaml or .json file of arguments; those after it
 take precedence. The data is a Hub dataset, a folder that `datasets` reads, or files (csv, json, parquet) with a column of
 texts and one of labels. --do_eval evaluates on the validation data, by default a part of the training data, also during
-training, and --do_predict on the test data, once, at the end. Accuracy, confusion matrix, training curves and card are written
-to the output folder. The model may be any sequence classifier of transformers.
+training, and --do_predict on the test data, once, at the end. Texts are read whole, unless the model has fewer positions or
+--max_seq_length cuts them; batches are of texts of similar length. After ten steps the time of the training is estimated.
+Accuracy, confusion matrix, training curves and card are written to the output folder. The model may be any sequence classifier
+of transformers.
 """
 
 import logging
@@ -23,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import script_setup  # noqa: F401
+import numpy as np
 import scripting
 import torch
 from classification import (
@@ -56,7 +59,7 @@ from scripting import (
 )
 from texts import choose_batch_size, train_bpe
 from tokenizers import processors
-from training_runs import report_final_metrics, train_and_report
+from training_runs import TimeEstimateCallback, report_final_metrics, train_and_report
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoModelForSequenceClassification,
@@ -111,8 +114,10 @@ class DataTrainingArguments:
         default=None,
         help="The names of the labels 0, 1, ..., separated by commas. Default: labels are names themselves.",
     )
-    train_val_split: float = HfArg(
-        default=0.05, help="The fraction of training texts to hold out if there are no validation texts."
+    train_val_split: float | None = HfArg(
+        default=None,
+        help="The fraction of training texts to hold out if there are no validation texts. Default: 5 %, but at least 100 "
+        "texts, and at most a quarter.",
     )
     max_seq_length: int | None = HfArg(
         default=None, help="Texts are cut to this many tokens. Default: the model's maximum; some have none."
@@ -127,7 +132,7 @@ class DataTrainingArguments:
                 "There are no texts to work on: give --dataset_name, --train_file, --validation_file or --test_file."
             )
         check_limits(self)
-        if not 0 <= self.train_val_split < 1:
+        if self.train_val_split is not None and not 0 <= self.train_val_split < 1:
             raise ValueError(f"--train_val_split must be at least 0 and below 1, got {self.train_val_split}.")
 
 
@@ -138,6 +143,10 @@ class ClassificationTrainingArguments(ToSTTrainingArguments):
     ranges = ToSTTrainingArguments.ranges | {"token_masking": (0, 1)}
 
     train_sampling_strategy: str = field(default="group_by_length", metadata={"help": "How the training texts are ordered."})
+    include_num_input_tokens_seen: str = field(
+        default="non_padding",
+        metadata={"help": "Which tokens are counted, for the estimate of the time: all, non_padding, no."},
+    )
     token_masking: float = field(
         default=0.0, metadata={"help": "Fraction of a text's tokens that are masked at random in each training step."}
     )
@@ -167,7 +176,7 @@ def load_texts(
                 splits[split] = read_dataset(loader, data_files=file, split="train", **options)
     flags = {"train": training_args.do_train, "validation": training_args.do_eval, "test": training_args.do_predict}
     requested = [split for split in flags if flags[split]]
-    holds_out = training_args.do_eval and "validation" not in splits and data_args.train_val_split > 0
+    holds_out = training_args.do_eval and "validation" not in splits and data_args.train_val_split != 0
     names = pretrained_names(model_args)
     return prepare_splits(splits, choose_columns, data_args, requested, holds_out, names, "Text", training_args.seed)
 
@@ -194,12 +203,16 @@ def choose_columns(split: str, dataset: Dataset, data_args: DataTrainingArgument
 
 
 def tokenize(split: str, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Dataset:
-    """The examples of a split with "input_ids", "labels" and "length", their number of tokens."""
+    """The examples of a split with "input_ids", "labels" and "length", their number of tokens; logs what is cut."""
 
     def encode(examples: dict) -> dict:
-        options = {} if max_length is None else {"truncation": True, "max_length": max_length}
-        input_ids = tokenizer(examples["text"], return_attention_mask=False, verbose=False, **options)["input_ids"]
-        return {"input_ids": input_ids, "length": [len(ids) for ids in input_ids]}
+        texts, options = examples["text"], {"return_attention_mask": False, "verbose": False}
+        input_ids = tokenizer(texts, **options)["input_ids"]
+        full_lengths = [len(ids) for ids in input_ids]
+        for i, ids in enumerate(input_ids):
+            if max_length is not None and len(ids) > max_length:  # again, as the last token may be a special one
+                input_ids[i] = tokenizer(texts[i], truncation=True, max_length=max_length, **options)["input_ids"]
+        return {"input_ids": input_ids, "length": [len(ids) for ids in input_ids], "full_length": full_lengths}
 
     encoded = dataset.map(
         encode,
@@ -208,13 +221,19 @@ def tokenize(split: str, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, m
         remove_columns=dataset.column_names,
         desc=f"Tokenizing the {split} texts",
     )
-    lengths = sorted(encoded["length"])
-    cut = sum(length == max_length for length in lengths)
-    logger.info(
-        f"The {split} texts have a median of {lengths[len(lengths) // 2]} tokens, and {lengths[-1]} at most"
-        + (f"; {cut} of {len(lengths)} have {max_length} or were cut to that" if cut else "")
-    )
-    return encoded.add_column("labels", dataset["label"][:])
+    logger.info(describe_lengths(split, encoded["full_length"][:], encoded["length"][:]))
+    return encoded.remove_columns("full_length").add_column("labels", dataset["label"][:])
+
+
+def describe_lengths(split: str, full_lengths: list[int], lengths: list[int]) -> str:
+    """Describes the tokens of a split's texts before and after truncation."""
+    median, high, longest = np.quantile(full_lengths, (0.5, 0.95, 1), method="higher")
+    sentence = f"Tokens of the {len(lengths):,} {split} texts: median {median:,}, 95 % up to {high:,}, at most {longest:,}; "
+    if lengths == full_lengths:
+        return sentence + "all are read whole."
+    num_cut = sum(x < y for x, y in zip(lengths, full_lengths))
+    fraction = 1 - sum(lengths) / sum(full_lengths)
+    return sentence + f"{num_cut:,} are cut to {max(lengths):,}, which drops {fraction:.0%} of all tokens."
 
 
 # Model ---------------------------------------------------------------------------------------------------------------
@@ -354,6 +373,7 @@ def main(args: list[str] | None = None) -> None:
         data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        callbacks=[TimeEstimateCallback(sum(examples["train"]["length"]))] if "train" in examples else None,
     )
     samples = {"train": len(examples.get("train", ())), "eval": len(examples.get("validation", ()))}
 

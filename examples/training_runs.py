@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from datasets import Dataset
 from matplotlib.figure import Figure
 from scripting import recorded_command
+from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ProgressCallback
 
@@ -25,6 +27,7 @@ from tost_hf.training.checkpoints import choose_checkpoint, list_checkpoints
 logger = logging.getLogger("scripting.training_runs")  # at the level of the scripts
 
 MIN_LOGGING_STEPS = 10
+ESTIMATE_STEPS = 10
 PROBE_TOKENS = 64
 SPEED_METRICS = ("runtime", "per_second", "samples", "preparation_time")
 USAGE = """python -c "import tost_hf, transformers; print(transformers.pipeline('{task}', {folder!r})({example}))\""""
@@ -66,6 +69,34 @@ class ConsoleCallback(ProgressCallback):
         else:  # the summary of the training
             return
         self.training_bar.write(f"step {state.global_step:,}: {result}")
+
+
+class TimeEstimateCallback(TrainerCallback):
+    """Estimates, after ten steps, how long the training takes, from the number of tokens in them.
+
+    Their number of steps would not tell, as the first batches are of long texts.
+
+    Args:
+        num_tokens: of the training examples.
+    """
+
+    def __init__(self, num_tokens: int):
+        self.num_tokens = num_tokens
+        self.start_step = 0
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.start_step = state.global_step
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        num_steps = state.global_step - self.start_step
+        if num_steps == 1:  # which also compiles kernels
+            self.start_time, self.start_tokens = time.monotonic(), state.num_input_tokens_seen
+        elif num_steps == ESTIMATE_STEPS and state.is_world_process_zero and state.num_input_tokens_seen:
+            speed = (state.num_input_tokens_seen - self.start_tokens) / (time.monotonic() - self.start_time)
+            num_epochs = state.max_steps * state.epoch / state.global_step
+            seconds = (num_epochs * self.num_tokens - state.num_input_tokens_seen) / speed
+            if seconds > 0:
+                tqdm.write(f"step {state.global_step:,} of {state.max_steps:,}: about {format_time(seconds)} of training left")
 
 
 class CurvesCallback(TrainerCallback):

@@ -3,19 +3,20 @@
 import gzip
 import json
 import re
-from functools import wraps
+from functools import partial, wraps
 
 import datasets
 import pytest
 import run_classification as script
 import torch
-from classification import TITLE, encode_labels
+import training_runs
+from classification import TITLE, encode_labels, prepare_splits
 from datasets import ClassLabel, Dataset, Features, Value
 from packaging.version import Version
 from safetensors.torch import load_file
 from scripting import read_dataset
 from scripts import command_line, losses
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerState, pipeline
 
 from tost_hf import ToSTForSequenceClassification
 
@@ -76,10 +77,12 @@ def results(folder) -> dict[str, float]:
     return {result["metric_name"]: result["metric_value"] for result in content}
 
 
-def test_training_evaluation_and_pipeline(tmp_path, review_args):
+def test_training_evaluation_and_pipeline(tmp_path, review_args, capsys, caplog):
     """With the results of the stored weights: those of a pipeline, and those of another run that only evaluates."""
-    script.main(review_args(max_steps=40, do_eval=True, do_predict=True, save_dtype="bfloat16", train_val_split=0.25))
+    script.main(review_args(max_steps=40, do_eval=True, do_predict=True, save_dtype="bfloat16"))
     out = tmp_path / "out"
+    assert re.search(r"step 10 of 40: about \d+ s of training left", capsys.readouterr().out)
+    assert re.search(r"Tokens of the 48 train texts: median \d+, 95 % up to \d+, at most \d+; all are read whole", caplog.text)
     assert losses(out)[-1] < losses(out)[0] / 2
     assert load_file(out / "model.safetensors")["score.weight"].dtype == torch.bfloat16
     test = reviews(12, 64)
@@ -170,8 +173,39 @@ def test_finetuning_of_a_language_model(tmp_path, review_args, text_model, token
     tuned = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert list(tuned.config.id2label.values()) == NAMES and tuned.config.pad_token_id == tokenizer.eos_token_id
     assert "its score is replaced" in caplog.text
+    assert re.search(r"of the 64 train texts: .*; \d+ are cut to 16, which drops \d+% of all tokens", caplog.text)
     embeddings = [model.get_input_embeddings().weight for model in (tuned, text_model)]
     torch.testing.assert_close(*embeddings, rtol=0, atol=0.1)  # of the language model, but for four steps
+
+
+@pytest.mark.parametrize(
+    "fraction, count, held_out", [(None, 4000, 200), (None, 1000, 100), (None, 40, 10), (None, 1, 0), (0.5, 40, 20)]
+)
+def test_held_out_texts(fraction, count, held_out):
+    """By default 5 %, but at least a hundred and at most a quarter."""
+    splits = {"train": Dataset.from_dict({"text": ["x"] * count, "label": ["a", "b"] * (count // 2) + ["a"] * (count % 2)})}
+    arguments = script.DataTrainingArguments(dataset_name="x", train_val_split=fraction, class_names="a,b")
+    names = ("train", "validation")
+    prepare = partial(prepare_splits, splits, script.choose_columns, arguments, names, True, [], "Text", seed=0)
+    if not held_out:
+        with pytest.raises(ValueError):
+            prepare()
+        return
+    parts, _ = prepare()
+    assert [len(parts[name]) for name in names] == [count - held_out, held_out]
+
+
+def test_estimate_of_the_time(monkeypatch, capsys):
+    """From tokens, as the first batches are of the longest texts, and without the first step, which compiles."""
+    callback, state = training_runs.TimeEstimateCallback(num_tokens=10_000), TrainerState(max_steps=200)
+    clock = iter([0.0, 9.0])
+    monkeypatch.setattr(training_runs.time, "monotonic", lambda: next(clock))
+    callback.on_train_begin(None, state, None)
+    for state.global_step in range(1, 31):
+        state.epoch, state.num_input_tokens_seen = state.global_step / 100, 200 * state.global_step
+        callback.on_step_end(None, state, None)
+    # 200 tokens a second for 20,000 of two epochs, of which 2,000 were seen
+    assert capsys.readouterr().out == "step 10 of 200: about 1 min 30 s of training left\n"
 
 
 @pytest.mark.parametrize(
