@@ -46,7 +46,8 @@ PROMPT, SEEDS = "It was a dark night, and", range(10)
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "max_new_tokens": 60}
 TITLE = "## Sampled text"
 TOKENIZER_CHARACTERS = 8_000_000
-PASSAGE, NUM_PASSAGES = 64, 256  # tokens of a passage to copy
+PASSAGE, NUM_PASSAGES = 32, 256  # tokens of a passage to copy
+DISTANCES = (32, 128, 200, 400)  # from a passage to its repetition, in tokens
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ SIZES = {
     "cpu": Size(160, 8, 10, 4096, 512, 4, 16_000, 3e-3),
     "gpu": Size(384, 12, 6, 16_384, 1024, 32, 1600, 1e-3),
 }
-TOST_MODELS = ("hybrid", "published")
+TOST_MODELS = {"hybrid": "tost-hybrid-base", "plus": "tost-plus-base", "published": "tost-base"}  # with their presets
 HYBRID_WEIGHTS = 10.5  # of a block of width D, in D^2: 10 with TSSA, 12 with attention
 BASELINES = {"gpt2": 12, "mamba2": 6.3}  # the same; Mamba-2 has no MLP
 MIN_HEAD_DIM = 32  # of the hybrid, whose attention vLLM computes on CPUs from there on, and of Mamba-2, usually 64
@@ -78,12 +79,12 @@ def model_options(name: str, size: Size) -> dict[str, object]:
     """The arguments of `run_clm.py` for a model; baselines get as many layers as make their parameters equal."""
     layers = round(size.layers * HYBRID_WEIGHTS / BASELINES[name]) if name in BASELINES else size.layers
     overrides = {"vocab_size": size.vocab_size, "hidden_size": size.width, "num_hidden_layers": layers}
-    num_heads = size.heads if name in ("published", "gpt2") else min(size.heads, size.width // MIN_HEAD_DIM)
+    num_heads = size.heads if name == "published" else min(size.heads, size.width // MIN_HEAD_DIM)
     heads, positions = {"num_attention_heads": num_heads}, {"max_position_embeddings": size.block_size}
     if name in TOST_MODELS:
         # the published models start LayerScale at 1e-5, for 600,000 steps; short runs need a larger value
         overrides |= heads | {"layer_scale_init_value": 0.3} | (positions if name == "published" else {})
-        model = {"config_name": "tost-hybrid-base" if name == "hybrid" else "tost-base"}
+        model = {"config_name": TOST_MODELS[name]}
     elif name == "gpt2":
         overrides |= heads | positions | {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
         model = {"model_type": "gpt2"}
@@ -111,6 +112,7 @@ def train(args: argparse.Namespace, size: Size) -> None:
             max_characters = TOKENIZER_CHARACTERS // len(documents)
             train_tokenizer((document[:max_characters] for document in documents), scratch, size.vocab_size)
             options |= model_options(args.model, size) | {"tokenizer_name": scratch}
+            options["config_overrides"] = ",".join(filter(None, (options["config_overrides"], args.config_overrides)))
         run_clm.main(command_line(args, size, options))
     # transformers' server samples only with models that ask for it
     GenerationConfig.from_pretrained(args.output_dir, do_sample=True).save_pretrained(args.output_dir)
@@ -172,27 +174,36 @@ def evaluate(dataset_name: str, folder: str, context: int) -> None:
         Measurement(
             "perplexity", "Baseline: perplexity of bigrams, per token", perplexity(loss), len(source.examples), protocol
         ),
-        *measure_copying(model, torch.tensor(tokens)),
+        *measure_copying(model, torch.tensor(tokens), context),
     ]
     results = make_results("text-generation", f"Text ({source.name})", source, measurements, recorded_command(sys.argv))
     write_results(Path(folder, EVALUATION), results)
     print_results(results)
 
 
-def measure_copying(model: PreTrainedModel, tokens: torch.Tensor) -> list[Measurement]:
-    """How well a model predicts a passage that its prompt has already: passages of `tokens` (T,), each given twice."""
-    starts = torch.linspace(0, len(tokens) - PASSAGE, NUM_PASSAGES).long().tolist()
-    scores = score(model, [tokens[start : start + PASSAGE].repeat(2) for start in starts], 32, "Copying")
-    nats, is_correct = (torch.stack(values).float() for values in zip(*scores))  # (passages, 2 * PASSAGE - 1)
-    first, second = nats[:, : PASSAGE - 1].mean().item(), nats[:, PASSAGE:].mean().item()
-    copied = is_correct[:, PASSAGE:].mean().item()
-    protocol = (
-        f"{NUM_PASSAGES} passages of {PASSAGE} tokens, evenly spaced, each given twice; all tokens but the first of each"
-    )
+def measure_copying(model: PreTrainedModel, tokens: torch.Tensor, context: int) -> list[Measurement]:
+    """How often a model predicts the tokens of a passage that its prompt has already, by the distance of the two.
+
+    Args:
+        tokens: (T,), a text. The passages are evenly spaced in it; between a passage and its repetition stands another part.
+        context: the largest number of tokens that the model reads.
+    """
+    starts = torch.linspace(0, len(tokens) - context, NUM_PASSAGES).long().tolist()
+    passages = [tokens[start : start + PASSAGE] for start in starts]
+    other_starts = starts[NUM_PASSAGES // 2 :] + starts[: NUM_PASSAGES // 2]
+    protocol = f"{NUM_PASSAGES} passages of {PASSAGE} tokens; all but the first of each"
+    accuracies = {}
+    for distance in (x for x in DISTANCES if x + PASSAGE <= context):
+        others = [tokens[start : start + distance - PASSAGE] for start in other_starts]
+        sequences = [torch.cat([passage, other, passage]) for passage, other in zip(passages, others)]
+        is_correct = [correct for _, correct in score(model, sequences, 32, f"Copying from {distance} tokens back")]
+        accuracies["read the first time"] = torch.stack([x[: PASSAGE - 1] for x in is_correct])
+        accuracies[f"read {distance} tokens before"] = torch.stack([x[1 - PASSAGE :] for x in is_correct])
     return [
-        Measurement("loss", "Copying: loss of a passage, nats per token", first, NUM_PASSAGES, protocol),
-        Measurement("loss", "Copying: loss of the passage repeated, nats per token", second, NUM_PASSAGES, protocol),
-        Measurement("accuracy", "Copying: repeated tokens predicted", copied, NUM_PASSAGES, protocol),
+        Measurement(
+            "accuracy", f"Copying: predicted tokens of a passage {name}", x.float().mean().item(), NUM_PASSAGES, protocol
+        )
+        for name, x in accuracies.items()
     ]
 
 
@@ -226,7 +237,8 @@ def finish_card(folder: str, section: str) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, "tost-books-3m", SIZES)
     parser.add_argument("--text", required=True, metavar="TEXT_FOLDER", help="a folder of text, or a dataset's Hub id")
-    parser.add_argument("--model", choices=MODELS, default="hybrid", help="hybrid and published are ToST models")
+    parser.add_argument("--model", choices=MODELS, default="hybrid", help="hybrid, plus and published are ToST models")
+    parser.add_argument("--config_overrides", default="", help="of a new model, as in run_clm.py: sliding_window=64")
     args = parser.parse_args(arguments)
     if args.model_name_or_path is not None and args.model != parser.get_default("model"):
         parser.error("--model is for a new model, without --model_name_or_path")

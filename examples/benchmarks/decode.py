@@ -4,19 +4,22 @@
     python examples/benchmarks/run.py decode                                     # CPU: positions 10, 100 and 1,000
     python examples/benchmarks/run.py decode --size small --batch 1 8 32
     python examples/benchmarks/run.py decode --models ToST "ToST conv token" --positions 10 10000
+    python examples/benchmarks/run.py decode --models GPT-2 --folders tost-hybrid-base --positions 10 10000
     python examples/benchmarks/run.py decode --static --compile --batch 1 64 1024   # the fastest mode (default on a GPU)
 
 Random weights (they do not change the cost). The small models, ToST of 7 layers and GPT-2 of 6, have about 21 million
-parameters without the tables of positions, whose look-up is free. Decodes one token per step from a cache of all tokens
-before the position; the models are interleaved. `--static` uses static caches, GPT-2's just long enough for the position;
-`--compile` compiles the step (with CUDA graphs on a GPU; a model for which they are skipped is not timed). With a static
-cache transformers passes an explicit mask to GPT-2's attention, which excludes PyTorch's flash kernel. Reports the time of a
-step (for the whole batch), tokens per second, the bytes of the cache, and without `--static` the peak memory of a forward
-pass over one sequence up to the position, beyond the loaded model.
+parameters without the tables of positions, whose look-up is free; --folders adds models of folders, of which only the
+configuration is read. Decodes one token per step from a cache of all tokens before the position; the models are interleaved.
+`--static` uses static caches, GPT-2's just long enough for the position; `--compile` compiles the step (with CUDA graphs on a
+GPU; a model for which they are skipped is not timed). With a static cache transformers passes an explicit mask to GPT-2's
+attention, which excludes PyTorch's flash kernel. Reports the time of a step (for the whole batch), tokens per second, the
+bytes of the cache, and without `--static` the peak memory of a forward pass over one sequence up to the position, beyond the
+loaded model.
 """
 
 import argparse
 import copy
+from pathlib import Path
 
 import torch
 import torch._inductor.config
@@ -24,7 +27,9 @@ from language_models import NO_STATISTICS, OPTIONS, make_language_model
 from records import Spread
 from registry import benchmark
 from timing import Report, attempt, dtype_name, measure, peak_bytes, ratio, spread
-from transformers import DynamicCache, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
+
+from tost_hf.model.inputs_tost import CACHE_NAME
 
 
 VOCAB_SIZE = 4096
@@ -49,7 +54,7 @@ class DynamicSteps:
         model(token[:1])  # warm-up: allocations of the first pass do not count
         self.prefilled_cache = DynamicCache(config=model.config)
         prefix = torch.randint(0, VOCAB_SIZE, (1, position), device=token.device)
-        self.peak = peak_bytes(lambda: model(prefix, past_key_values=self.prefilled_cache, logits_to_keep=1), token.device)
+        self.peak = peak_bytes(lambda: model(prefix, **{CACHE_NAME: self.prefilled_cache}, logits_to_keep=1), token.device)
         self.prefilled_cache.batch_repeat_interleave(len(token))
         self.reset()
 
@@ -58,7 +63,7 @@ class DynamicSteps:
 
     def __call__(self):
         for _ in range(self.steps):
-            self.model(self.token, past_key_values=self.cache)
+            self.model(self.token, **{CACHE_NAME: self.cache})
 
 
 class StaticSteps:
@@ -72,7 +77,7 @@ class StaticSteps:
     def __init__(self, model, token, position: int, steps: int, compiled: bool):
         self.token, self.position, self.steps = token, position, steps
         self.cache = StaticCache(config=model.config, max_cache_len=position + steps)
-        model(token, past_key_values=self.cache)  # allocates the cache; not compiled, as in generate()
+        model(token, **{CACHE_NAME: self.cache})  # allocates the cache; not compiled, as in generate()
         for tensor in cache_tensors(self.cache):
             tensor.uniform_(0.5, 1)
         mode = "reduce-overhead" if token.is_cuda else "default"  # reduce-overhead uses CUDA graphs
@@ -86,7 +91,7 @@ class StaticSteps:
     def __call__(self):
         for _ in range(self.steps):
             torch.compiler.cudagraph_mark_step_begin()
-            self.call(self.token, past_key_values=self.cache)
+            self.call(self.token, **{CACHE_NAME: self.cache})
 
 
 def start_steps(steps_class, *args):
@@ -127,9 +132,18 @@ def benchmark_batch(models, batch: int, positions, args, report: Report) -> None
         report.add(case, metrics)
 
 
+def make_model_of_folder(folder: str, max_length: int) -> PreTrainedModel:
+    """A model with random weights of a folder's configuration, with positions for `max_length` tokens."""
+    config = AutoConfig.from_pretrained(folder)
+    if getattr(config, "max_position_embeddings", max_length) < max_length:
+        config.max_position_embeddings = max_length
+    return AutoModelForCausalLM.from_config(config)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["ToST", "GPT-2"])
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=["ToST", "GPT-2"])
     parser.add_argument("--size", choices=SIZES, default="base")
+    parser.add_argument("--folders", nargs="+", metavar="FOLDER", default=[], help="folders of further models")
     parser.add_argument("--positions", type=int, nargs="+", help="default: 10 100 1000; 1024 on a GPU")
     parser.add_argument("--batch", type=int, nargs="+", help="default: 1; 1 64 1024 on a GPU")
     parser.add_argument("--steps", type=int, help="consecutive tokens in one timed run; default: 1; 16 on a GPU")
@@ -154,9 +168,9 @@ def run(args: argparse.Namespace, report: Report) -> None:
     tost_layers, baseline_layers = sizes.pop("layers")
     models = {
         name: make_language_model(name, layers=tost_layers if name in OPTIONS else baseline_layers, **sizes)
-        .eval()
-        .to(args.device, args.dtype)
         for name in args.models
     }
+    models |= {Path(folder).name: make_model_of_folder(folder, max_length) for folder in args.folders}
+    models = {name: model.eval().to(args.device, args.dtype) for name, model in models.items()}
     for batch in batches:
         benchmark_batch(models, batch, positions, args, report)

@@ -29,7 +29,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import torch
-from language_models import HYBRID, make_language_model
+from language_models import HYBRID, WINDOW, make_language_model
 from registry import benchmark
 from timing import Report, dtype_name, spread
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -37,7 +37,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 VOCAB_SIZE = 4096
-LAYERS = {"ToST conv token": 7, HYBRID: 7, "GPT-2": 6, "Mamba-2": 11}  # for about equal numbers of parameters
+LAYERS = {"ToST conv token": 7, HYBRID: 7, WINDOW: 7, "GPT-2": 6, "Mamba-2": 11}  # for about equal numbers of parameters
 MIN_POSITIONS = 8000  # of GPT-2
 CACHE_BYTES = 2**30
 TIMEOUT_SECONDS = 900  # for a server to start, or to answer

@@ -12,8 +12,10 @@ from tost_hf.model.layers_tost import ShortConvolution, TokenStatisticsSelfAtten
 
 
 CONV_KERNEL_SIZE = 4
+MAX_WINDOW = 256  # tokens of a sliding window; a quarter of shorter contexts
 NO_STATISTICS = "ToST conv, no statistics"
-HYBRID = "ToST hybrid"
+HYBRID, WINDOW = "ToST hybrid", "ToST window"
+ATTENTION_TYPES = {HYBRID: "full_attention", WINDOW: "sliding_attention"}
 OPTIONS = {  # model name to options beyond the paper
     "ToST": {},
     "ToST head": {"decay_type": "head"},
@@ -23,6 +25,7 @@ OPTIONS = {  # model name to options beyond the paper
     "ToST conv token": {"conv_kernel": CONV_KERNEL_SIZE, "decay_type": "token"},
     NO_STATISTICS: {"conv_kernel": CONV_KERNEL_SIZE},
     HYBRID: {"conv_kernel": CONV_KERNEL_SIZE, "decay_type": "token"},
+    WINDOW: {"conv_kernel": CONV_KERNEL_SIZE, "decay_type": "token"},
 }
 BASELINES = ("GPT-2", "GPT-2 conv", "Mamba-2")
 MODELS = (*OPTIONS, *BASELINES)
@@ -59,7 +62,8 @@ def make_language_model(
             max_position_embeddings=context,
             layer_scale_init_value=1.0,  # the published 1e-5 is too small for such short runs
             **OPTIONS[name],
-            layer_types=hybrid_layer_types(layers) if name == HYBRID else None,
+            layer_types=hybrid_layer_types(layers, ATTENTION_TYPES[name]) if name in ATTENTION_TYPES else None,
+            sliding_window=min(MAX_WINDOW, (context or 4 * MAX_WINDOW) // 4) if name == WINDOW else None,
             **NO_SPECIAL_TOKENS,
         )
         model = ToSTForCausalLM(config)
@@ -93,10 +97,10 @@ def make_language_model(
     return Mamba2ForCausalLM(config)
 
 
-def hybrid_layer_types(layers: int) -> list[str]:
+def hybrid_layer_types(layers: int, attention_type: str) -> list[str]:
     """Every fourth layer is attention; every third of fewer than twelve; the last of one or two."""
     interval = 4 if layers >= 12 else min(3, layers)
-    return ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    return ["linear_attention" if (i + 1) % interval else attention_type for i in range(layers)]
 
 
 # The ablation, and a baseline with the convolution --------------------------------------------------------------------

@@ -16,7 +16,7 @@ import math
 
 import torch
 from compare_lm import encode, load_documents, shorten, split_into_examples
-from language_models import HYBRID, NO_STATISTICS, OPTIONS, make_language_model
+from language_models import ATTENTION_TYPES, NO_STATISTICS, OPTIONS, make_language_model
 from registry import benchmark
 from texts import train_bpe
 from torch.nn import functional as F
@@ -30,7 +30,8 @@ CHUNK = 1024  # tokens of a forward pass
 FIRST_RANGE = 64
 SIZES = {"vocab_size": 1024, "width": 96, "layers": 5, "head_dim": 16, "context": None}
 BATCH = 2  # blocks per training step
-VARIANTS = tuple(name for name in OPTIONS if name not in (HYBRID, NO_STATISTICS))  # those with statistics in every layer
+WITHOUT_STATISTICS = (*ATTENTION_TYPES, NO_STATISTICS)  # in all layers or in some
+VARIANTS = tuple(name for name in OPTIONS if name not in WITHOUT_STATISTICS)
 
 
 def position_ranges(length: int, first: int) -> list[tuple[int, int]]:
