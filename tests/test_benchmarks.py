@@ -227,7 +227,10 @@ def test_text_classification(tmp_path):
     ToSTForSequenceClassification(config).save_pretrained(tmp_path / "model")
     records = run("text_classification", tmp_path, "--model", tmp_path / "model", "--lengths", 8, 600)
     metrics = {(record["model"], record["tokens"], record["metric"]) for record in records}
-    assert metrics == set(product(("ToST", "BERT"), ("8", "600"), ("ms", "BERT / this")))
+    models = ("ToST", "BERT", *(f"BERT, first {cut} tokens" for cut in (128, 256, 512)))
+    assert metrics == set(product(models, ("8", "600"), ("ms", "this / ToST", "peak MiB")))
+    values = {(x["model"], x["tokens"]): float(x["value"]) for x in records if x["metric"] == "ms"}
+    assert values["BERT, first 128 tokens", "600"] < values["BERT", "600"]
 
 
 @pytest.mark.parametrize("static", [False, True])
