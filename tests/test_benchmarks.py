@@ -253,12 +253,9 @@ def test_decode(tmp_path, static):
 
 def test_decode_of_a_folder(tmp_path):
     """The cache of a model with a sliding window has the size that `state_bytes` says, at any position beyond the window."""
-    options = {
-        "layer_types": ["linear_attention", "sliding_attention"],
-        "sliding_window": 4,
-        "position_embedding_type": "none",
-    }
-    config = ToSTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, conv_kernel=3, **options)
+    options = {"layer_types": ["linear_attention", "sliding_attention"], "sliding_window": 4, "conv_kernel": 3}
+    options |= {"position_embedding_type": "none", "num_hidden_layers": 2}
+    config = ToSTConfig(hidden_size=32, num_attention_heads=4, vocab_size=64, **options)
     config.save_pretrained(tmp_path / "model")
     records = run("decode", tmp_path, "--models", "--folders", tmp_path / "model", "--positions", 9, 2000)
     sizes = {x["position"]: float(x["value"]) for x in records if x["metric"] == "cache bytes"}

@@ -222,7 +222,7 @@ def test_curves_are_shown(bare_folder):
 
 def test_layers_are_counted_from_zero():
     config = tost_hf.ToSTConfig.from_preset("tost-hybrid-base")
-    assert describe(config)["layers"] == "12; full_attention in 3, 7, 11 (counted from 0)"
+    assert describe(config)["layers"] == "12; sliding_attention in 3, 7, 11 (counted from 0)"
 
 
 # Damaged records ------------------------------------------------------------------------------------------------------

@@ -277,12 +277,15 @@ def test_presets_beyond_the_paper():
     plus = ToSTConfig.from_preset("tost-plus-base")
     assert plus.options() == {"decay_type": "token", "conv_kernel": 4, "position_embedding_type": "none"}
     hybrid = ToSTConfig.from_preset("tost-hybrid-base", num_hidden_layers=6)
-    assert [kind == "full_attention" for kind in hybrid.layer_types] == [False, False, False, True, False, False]
+    assert hybrid.layer_types == [TSSA, TSSA, TSSA, SLIDING, TSSA, TSSA] and hybrid.sliding_window == 256
     state = state_bytes(ToSTConfig.from_preset("tost-base"))
     assert (state.saved, state.in_memory) == (74_304, 111_744)
-    # 9 layers of sums and 3 inputs of the convolution; 3 layers of keys and values
+    # 9 layers of sums and 3 inputs of the convolution; 3 layers of keys and values, of a window or of all tokens
+    sums, key_value_bytes = 9 * 4 * (2 * 768 + 12 + 3 * 768), 3 * 4 * 2 * 768
     state = state_bytes(ToSTConfig.from_preset("tost-hybrid-base"))
-    assert state.saved == 9 * 4 * (2 * 768 + 12 + 3 * 768) and state.per_token == 3 * 4 * 2 * 768
+    assert (state.saved, state.per_token) == (sums + 255 * key_value_bytes, 0)
+    state = state_bytes(ToSTConfig.from_preset("tost-hybrid-base", layer_types=([TSSA] * 3 + [FULL]) * 3))
+    assert (state.saved, state.per_token) == (sums, key_value_bytes)
 
 
 # Decay and convolution --------------------------------------------------------------------------------------------------

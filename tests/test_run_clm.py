@@ -58,7 +58,7 @@ def test_folder_takes_precedence_over_a_preset(tmp_path, monkeypatch, tiny_confi
     assert run_clm.load_config(run_clm.ModelArguments(config_name="tost-base")).hidden_size == tiny_config.hidden_size
 
 
-STATISTICS, FULL, SLIDING = "tssa", "full_attention", "sliding_attention"
+STATISTICS, SLIDING = "tssa", "sliding_attention"
 OVERRIDES = [  # arguments, --config_overrides, the expected fields
     (
         {},
@@ -69,7 +69,7 @@ OVERRIDES = [  # arguments, --config_overrides, the expected fields
     ({"model_type": "gpt2"}, "n_layer=3", {"model_type": "gpt2", "num_hidden_layers": 3}),
     ({"config_name": "tost-base"}, "decay_type=token,conv_kernel=4", {"decay_type": "token", "conv_kernel": 4}),
     ({"config_name": "tost-plus-base"}, "decay_type=none,conv_kernel=null", {"decay_type": "none", "conv_kernel": None}),
-    ({"config_name": "tost-hybrid-base"}, "n_layer=5", {"layer_types": [*[STATISTICS] * 3, FULL, STATISTICS]}),
+    ({"config_name": "tost-hybrid-base"}, "n_layer=5", {"layer_types": [*[STATISTICS] * 3, SLIDING, STATISTICS]}),
     (
         {"config_name": "tost-hybrid-base"},
         'rope_parameters={"rope_theta":5e5,"rope_type":"default"}',
@@ -270,7 +270,7 @@ def test_preset_with_options_is_trained_and_loaded(tmp_path, clm_args):
     history = losses(tmp_path / "out")
     assert len(history) == 3 and history[-1] < history[0]
     config = ToSTForCausalLM.from_pretrained(tmp_path / "out").config
-    assert (config.decay_type, config.conv_kernel, config.layer_types[3]) == ("token", 4, FULL)
+    assert (config.decay_type, config.conv_kernel, config.layer_types[3]) == ("token", 4, SLIDING)
     card = (tmp_path / "out/README.md").read_text()
     assert "goes beyond the paper" in card
 

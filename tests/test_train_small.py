@@ -133,17 +133,14 @@ def test_training_a_language_model(tmp_path, monkeypatch, capsys, model):
     results = read_results(output)
     baseline, loss = (results[name] for name in ("Baseline: loss of bigrams, nats per token", LOSS))
     assert 0 < baseline < loss  # two steps are too few to beat bigrams
-    assert [name for name in results if "tokens before" in name] == [
-        "Copying: predicted tokens of a passage read 32 tokens before"
-    ]
+    copying = [name for name in results if "tokens before" in name]
+    assert copying == ["Copying: predicted tokens of a passage read 32 tokens before"]  # others are over the block size
     trained = AutoModelForCausalLM.from_pretrained(output)
     config = trained.config
     assert trained.generation_config.do_sample
     assert config.model_type == {"gpt2": "gpt2", "mamba2": "mamba2"}.get(model, "tost")
     if config.model_type == "tost":
-        assert ("sliding_attention" in config.layer_types) == (
-            model == "hybrid"
-        ) and "full_attention" not in config.layer_types
+        assert ("sliding_attention" in config.layer_types) == (model == "hybrid")
         assert config.decay_type == ("none" if model == "published" else "token")
         card = (output / "README.md").read_text()
         assert card.count(train_small.TITLE) == 1 and card.count("seeds 0 to 9: none left out, unedited") == 1

@@ -46,6 +46,13 @@ OPTIONS = {
         "num_key_value_heads": 1,
         "rope_parameters": ROPE,
     },
+    "window": {
+        "position_embedding_type": "none",
+        "decay_type": "token",
+        "conv_kernel": 4,
+        "layer_types": [TSSA, SLIDING, TSSA, SLIDING],
+        "sliding_window": 64,
+    },
     "hybrid_positions": {"layer_types": [TSSA, FULL, TSSA, TSSA], "use_bias": True},
     "odd": {
         "position_embedding_type": "none",

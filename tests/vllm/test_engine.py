@@ -57,6 +57,21 @@ def test_prefix_caching(folders, engine, kind, options, min_cached_tokens):
     assert all(output.num_cached_tokens >= count for output, count in zip(outputs, min_cached_tokens)), outputs
 
 
+@pytest.mark.parametrize("kind, grows", [("window", False), ("hybrid", True)])
+def test_blocks_of_a_sequence(folders, engine, kind, grows):
+    """With sliding windows in place of full attention a sequence has as many blocks after 1,900 tokens as after 300."""
+    llm = engine(folders / kind, max_model_len=2048, max_num_batched_tokens=256, enable_prefix_caching=False)
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    used, num_blocks = {}, pool.get_num_free_blocks()
+    for length in (300, 1900):
+        sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        llm.llm_engine.add_request(str(length), {"prompt_token_ids": [7] * length}, sampling)
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+            used[length] = num_blocks - pool.get_num_free_blocks() or used[length]  # none after the last step
+    assert (used[1900] > used[300] + 2) == grows, used
+
+
 # Patches: if one of these tests fails, vLLM no longer needs the patch
 
 

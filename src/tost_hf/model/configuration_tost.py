@@ -34,7 +34,9 @@ _PLUS_FIELDS = {
 PRESETS |= {
     "tost-plus-base": PRESETS["tost-base"] | _PLUS_FIELDS,
     "tost-plus-medium": PRESETS["tost-medium"] | _PLUS_FIELDS,
-    "tost-hybrid-base": PRESETS["tost-base"] | _PLUS_FIELDS | {"layer_types": ([TSSA] * 3 + [FULL_ATTENTION]) * 3},
+    "tost-hybrid-base": PRESETS["tost-base"]
+    | _PLUS_FIELDS
+    | {"layer_types": ([TSSA] * 3 + [SLIDING_ATTENTION]) * 3, "sliding_window": 256},
 }
 
 BEYOND_PAPER = ("decay_type", "conv_kernel", "layer_types", "sliding_window", "num_key_value_heads", "rope_parameters")
