@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from byte_models import byte_tokenizer
+from datasets import ClassLabel, Dataset, Features, Value
 
 
 BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
@@ -221,6 +223,28 @@ def test_options_relative_to_plain(tmp_path):
 
 
 # Models ---------------------------------------------------------------------------------------------------------------
+
+
+def test_accuracy_of_text_classifiers(tmp_path):
+    """Of a model that answers always the same, by length, and of TF-IDF, which learns the words of two classes."""
+    features = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "pos"])})
+    texts = [f"{('bad', 'good')[i % 2]} film " + "that we saw " * (40 * (i % 3)) for i in range(30)]
+    dataset = Dataset.from_dict({"text": texts, "label": [i % 2 for i in range(30)]}, features)
+    for split in ("train", "test"):
+        dataset.to_parquet(tmp_path / f"data/{split}.parquet")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 320, "pad_token_id": 0}
+    model = ToSTForSequenceClassification(ToSTConfig(**sizes, id2label={0: "neg", 1: "pos"}, max_position_embeddings=512))
+    model.score.weight.data.zero_()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "model")
+    folder = tmp_path / "model"
+    records = run("text_classification", tmp_path, "--dataset", tmp_path / "data", "--model", folder, "--classifiers", folder)
+    accuracy = {(x["model"], x["tokens"]): float(x["value"]) for x in records if x["metric"] == "accuracy"}
+    counts = {x["tokens"]: int(x["value"]) for x in records if x["metric"] == "texts"}
+    assert counts == {"all": 30, "up to 200": 10, "401 to 1,000": 20}
+    assert accuracy["model", "all"] == accuracy["model", "up to 200"] == 0.5 and accuracy["TF-IDF", "all"] == 1
 
 
 def test_text_classification(tmp_path):
