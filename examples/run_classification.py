@@ -116,7 +116,7 @@ class DataTrainingArguments:
     )
     train_val_split: float | None = HfArg(
         default=None,
-        help="The fraction of training texts to hold out if there are no validation texts. Default: 5 %, but at least 100 "
+        help="The fraction of training texts to hold out if there are no validation texts. Default: 5 %%, but at least 100 "
         "texts, and at most a quarter.",
     )
     max_seq_length: int | None = HfArg(

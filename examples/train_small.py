@@ -7,11 +7,11 @@
 
 TEXT_FOLDER has parquet or JSON files with a column "text", one document per record, and a validation split. A byte-level BPE
 tokenizer is trained on the training text. `run_clm.py` trains a position-free hybrid, with decay per token, a short
-convolution, and attention in one layer of four, or another model of about as many parameters (`--model`). The weights are then
-stored in bfloat16 and evaluated on the test split, or else the validation split, beside a bigram model of the same training
-tokens: the loss, and how well the model copies a passage of its prompt. The card of a ToST shows the results and ten sampled
-continuations, unselected and unedited. An interrupted run resumes from its last checkpoint; `--model_name_or_path` trains a
-finished model further, with a lower `--learning_rate`.
+convolution, and attention over 256 tokens in one layer of four, or another model of about as many parameters (`--model`,
+`--config_overrides`). The weights are then stored in bfloat16 and evaluated on the test split, or else the validation split,
+beside a bigram model of the same training tokens: the loss, and how often the model predicts the tokens of a passage that its
+prompt has already. The card of a ToST shows the results and ten sampled continuations, unselected and unedited. An interrupted
+run resumes from its last checkpoint; `--model_name_or_path` trains a finished model further, with a lower `--learning_rate`.
 """
 
 import argparse
@@ -84,6 +84,8 @@ def model_options(name: str, size: Size) -> dict[str, object]:
     if name in TOST_MODELS:
         # the published models start LayerScale at 1e-5, for 600,000 steps; short runs need a larger value
         overrides |= heads | {"layer_scale_init_value": 0.3} | (positions if name == "published" else {})
+        if name == "plus":  # as many parameters as with attention and a smaller MLP
+            overrides["intermediate_size"] = size.width * 17 // 4
         model = {"config_name": TOST_MODELS[name]}
     elif name == "gpt2":
         overrides |= heads | positions | {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}

@@ -32,10 +32,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from tost_hf.model.inputs_tost import CACHE_NAME
 
 
-VOCAB_SIZE = 4096
 SIZES = {  # vocabulary, width, and layers of ToST and GPT-2
     "base": {"vocab_size": 50304, "width": 768, "layers": (12, 12)},
-    "small": {"vocab_size": VOCAB_SIZE, "width": 512, "layers": (7, 6)},
+    "small": {"vocab_size": 4096, "width": 512, "layers": (7, 6)},
 }
 MODELS = (*(name for name in OPTIONS if name != NO_STATISTICS), "GPT-2")
 
@@ -53,7 +52,7 @@ class DynamicSteps:
         self.model, self.token, self.steps = model, token, steps
         model(token[:1])  # warm-up: allocations of the first pass do not count
         self.prefilled_cache = DynamicCache(config=model.config)
-        prefix = torch.randint(0, VOCAB_SIZE, (1, position), device=token.device)
+        prefix = torch.randint(0, model.config.vocab_size, (1, position), device=token.device)
         self.peak = peak_bytes(lambda: model(prefix, **{CACHE_NAME: self.prefilled_cache}, logits_to_keep=1), token.device)
         self.prefilled_cache.batch_repeat_interleave(len(token))
         self.reset()
@@ -105,7 +104,8 @@ def start_steps(steps_class, *args):
 def benchmark_batch(models, batch: int, positions, args, report: Report) -> None:
     """Measures and reports one batch size."""
     torch.compiler.reset()
-    token = torch.randint(0, VOCAB_SIZE, (batch, 1), device=args.device)
+    vocab_size = min(model.config.vocab_size for model in models.values())
+    token = torch.randint(0, vocab_size, (batch, 1), device=args.device)
     steps_class = StaticSteps if args.static else DynamicSteps
     runs = {}
     for position in positions:
