@@ -24,8 +24,7 @@ OPTIONS = {  # model name to options beyond the paper
     "ToST conv head": {"conv_kernel": CONV_KERNEL_SIZE, "decay_type": "head"},
     "ToST conv token": {"conv_kernel": CONV_KERNEL_SIZE, "decay_type": "token"},
     NO_STATISTICS: {"conv_kernel": CONV_KERNEL_SIZE},
-    HYBRID: {"conv_kernel": CONV_KERNEL_SIZE, "decay_type": "token"},
-    WINDOW: {"conv_kernel": CONV_KERNEL_SIZE, "decay_type": "token"},
+    **{name: {"conv_kernel": CONV_KERNEL_SIZE, "decay_type": "token"} for name in ATTENTION_TYPES},
 }
 BASELINES = ("GPT-2", "GPT-2 conv", "Mamba-2")
 MODELS = (*OPTIONS, *BASELINES)

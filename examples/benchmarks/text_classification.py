@@ -74,7 +74,8 @@ def measure_memory(folder: str, longest: int, tokens: torch.Tensor, device: str)
     """The peak bytes of a forward pass over `tokens` (1, T), by model."""
     peaks = {}
     for name, (model, cut) in make_models(folder, longest).items():
-        model(tokens[:, :8].to(model.to(device).device))  # allocations of the first pass do not count
+        model.to(device)
+        model(tokens[:, :8].to(device))  # allocations of the first pass do not count
         peaks[name] = peak_bytes(functools.partial(model, tokens[:, :cut].to(device)), device)
     return peaks
 
@@ -131,7 +132,8 @@ def run(args, report: Report) -> None:
     if args.dataset is not None:
         report_accuracy(args, report)
         return
-    models, longest = make_models(args.model, max(args.lengths)), max(args.lengths)
+    longest = max(args.lengths)
+    models = make_models(args.model, longest)
     for length in args.lengths:
         tokens = torch.randint(3, models["ToST"][0].config.vocab_size, (1, length))
         peaks = run_in_new_process(measure_memory, args.model, longest, tokens, args.device)

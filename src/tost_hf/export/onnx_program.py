@@ -57,10 +57,9 @@ def _trace(program: ModelProgram) -> torch.export.ExportedProgram:
 def _dynamic_shapes(program: ModelProgram) -> tuple[dict[int, Any], ...]:
     """The `dynamic_shapes` of torch.export for each input."""
     names = {name for spec in program.inputs for name in spec.shape if isinstance(name, str)}
-    bounds = {CACHED: program.window or None}
-    dims: dict[str, Any] = {
-        name: torch.export.Dim.AUTO if "+" in name else torch.export.Dim(name, min=bounds.get(name)) for name in names
-    }
+    dims: dict[str, Any] = {name: torch.export.Dim.AUTO if "+" in name else torch.export.Dim(name) for name in names}
+    if program.window:
+        dims[CACHED] = torch.export.Dim(CACHED, min=program.window)
     if program.is_vision:
         patch_size = cast(int, program.model.config.patch_size)
         dims |= {name: patch_size * torch.export.Dim(f"{name}_in_patches") for name in (HEIGHT, WIDTH)}
