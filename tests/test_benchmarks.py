@@ -45,7 +45,6 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
 def shrink_benchmarks(monkeypatch):
     """Reduces the sizes that are constants of the benchmarks."""
     monkeypatch.setattr(op, "CPU_SHAPES", [(2, 40, 3, 8)])
-    monkeypatch.setattr(decode, "VOCAB_SIZE", 512)
     monkeypatch.setitem(decode.SIZES, "base", {"vocab_size": 512, "width": 768, "layers": (1, 1)})
     monkeypatch.setattr(resolution, "LAYERS", 1)
 
