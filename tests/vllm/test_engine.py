@@ -41,6 +41,8 @@ PREFIXES = {  # minimal cached tokens of three prompts with a common prefix, and
     "conv_token": ("conv_token", {}, (0, 0, 0, 640)),
     "conv_token, every 512 tokens": ("conv_token", EVERY_512, (0, 512, 512, 512)),
     "hybrid": ("hybrid", {}, (0, 0, 256, 256)),
+    "window": ("window", {}, (0, 0, 0, 640)),
+    "window, every 512 tokens": ("window", EVERY_512, (0, 512, 512, 512)),
 }
 
 
