@@ -226,6 +226,16 @@ def test_save_and_load(model, tokens, tmp_path):
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
 
+def test_trained_attention_takes_windows(tokens, tmp_path):
+    model = build(["hybrid"])
+    model.save_pretrained(tmp_path)
+    expected = model(tokens).logits
+    for window in (5, tokens.shape[1]):
+        windowed = ToSTForCausalLM.from_pretrained(tmp_path, layer_types=[TSSA, SLIDING], sliding_window=window).eval()
+        difference = (windowed(tokens).logits - expected).abs()
+        assert difference[:, :5].max() < 1e-9 and (difference.max() < 1e-9) == (window > 5)
+
+
 @pytest.mark.parametrize("model", [*COMPILED, ("sliding",)], ids=name_options, indirect=True)
 def test_generate_compiles_decoding_once(model, tokens):
     """transformers' compiled decoding with the static cache, for prompts of two lengths."""
@@ -254,15 +264,15 @@ def test_compiled_training_gives_the_same_gradients(model, tokens):
     torch.testing.assert_close(*gradients, **F64)
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_card_info_trace_and_conversion(hybrid, tokens, tmp_path):
-    options = {"decay_type": "token", "conv_kernel": 4} | (OPTIONS["hybrid"] if hybrid else {})
-    model = randomize(ToSTForCausalLM(small_config(**options)))
+@pytest.mark.parametrize("name, grows", [("conv", False), ("hybrid", True), ("sliding", False)])
+def test_card_info_trace_and_conversion(name, grows, tokens, tmp_path):
+    model = build(["conv", "token", name], torch.float32)
     model.save_pretrained(tmp_path)
     description, card = info(tmp_path), build_card(tmp_path, license="mit").content
     assert all(x in description["options"] and x in card for x in ("decay_type token", "conv_kernel 4"))
     assert "goes beyond the paper" in card
-    assert ("128 with every token" in card) == ("128 with every token" in description["state"]) == hybrid
+    assert ("128 with every token" in card) == ("128 with every token" in description["state"]) == grows
+    assert ("quadratic time" in card) == grows
     trace = trace_model(model, input_ids=tokens)
     torch.testing.assert_close(trace.memberships.sum(2), torch.ones_like(trace.memberships[:, :, 0]), rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="the authors' format has"):
