@@ -24,7 +24,7 @@ from tost_hf.app import launch_app
 from tost_hf.cli import main
 from tost_hf.image_processing import make_image_processor, open_image
 from tost_hf.interpret import plots
-from tost_hf.model.configuration_tost import FULL_ATTENTION, TSSA
+from tost_hf.model.configuration_tost import FULL_ATTENTION, SLIDING_ATTENTION, TSSA
 
 
 gradio_client = pytest.importorskip("gradio_client", reason="gradio is not installed (the extra `app`)")
@@ -132,10 +132,10 @@ def test_a_backbone_shows_its_maps(tmp_path):
 # Texts ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer_types", [[TSSA, TSSA], [FULL_ATTENTION, TSSA]])
+@pytest.mark.parametrize("layer_types", [[TSSA, TSSA], [FULL_ATTENTION, TSSA], [SLIDING_ATTENTION, TSSA]])
 def test_text_is_that_of_the_pipeline(tmp_path, monkeypatch, layer_types):
     """Also where generation_config.json has several end tokens; the state stays as large as it is."""
-    model, tokenizer = save_text_model(tmp_path, layer_types=layer_types)
+    model, tokenizer = save_text_model(tmp_path, layer_types=layer_types, sliding_window=3)
     write = pipeline("text-generation", model, tokenizer=tokenizer)
     longest = write(TEXT, max_new_tokens=40, do_sample=False, min_new_tokens=40)[0]["generated_text"]
     last = model.generate(**tokenizer(TEXT, return_tensors="pt"), max_new_tokens=12, do_sample=False)[0, -1].item()
@@ -156,6 +156,7 @@ def test_text_is_that_of_the_pipeline(tmp_path, monkeypatch, layer_types):
         assert len(states) == 1
         growing = {match[1] for _, line in job.outputs() if (match := re.search(r"softmax attention: ([\d,]+)", line))}
         assert (len(growing) > 1) == (FULL_ATTENTION in layer_types)
+        assert all(("of 2 tokens at most" in line) == (SLIDING_ATTENTION in layer_types) for _, line in job.outputs())
         empty = connect(page).predict("", 0, 5, api_name="/write")[0]  # from the bos token on, as in the pipeline
         assert empty == write("", max_new_tokens=5, do_sample=False)[0]["generated_text"]
 

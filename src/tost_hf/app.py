@@ -331,8 +331,9 @@ def _describe_cache(layers: list[Any], config: Any, tssa_layers: list[int], leng
     if tssa_layers:
         text += f"State of the TSSA layers: {sum(layers[i].nbytes for i in tssa_layers):,} bytes at any length. "
     if others:
-        growing = sum(layer.keys.nbytes + layer.values.nbytes for layer in others)
-        text += f"Keys and values of the layers of softmax attention: {growing:,} bytes. "
+        num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in others)
+        tokens = f", of {config.sliding_window - 1:,} tokens at most" if all(layer.is_sliding for layer in others) else ""
+        text += f"Keys and values of the layers of softmax attention: {num_bytes:,} bytes{tokens}. "
     size = 2 * 4 * config.num_hidden_layers * config.hidden_size * length
     return text + f"Keys and values of a transformer of this size: {size:,} bytes."
 
