@@ -17,6 +17,7 @@ import pytest
 import torch
 from byte_models import byte_tokenizer
 from datasets import ClassLabel, Dataset, Features, Value
+from transformers import Mamba2Config
 
 
 BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
@@ -280,9 +281,14 @@ def test_decode_of_a_folder(tmp_path):
     options |= {"position_embedding_type": "none", "num_hidden_layers": 2}
     config = ToSTConfig(hidden_size=32, num_attention_heads=4, vocab_size=64, **options)
     config.save_pretrained(tmp_path / "model")
-    records = run("decode", tmp_path, "--models", "--folders", tmp_path / "model", "--positions", 9, 2000)
-    sizes = {x["position"]: float(x["value"]) for x in records if x["metric"] == "cache bytes"}
-    assert sizes == dict.fromkeys(("9", "2000"), state_bytes(config).in_memory)
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "vocab_size": 64}
+    Mamba2Config(**sizes, num_hidden_layers=1, conv_kernel=4, chunk_size=8).save_pretrained(tmp_path / "mamba2")
+    folders = tmp_path / "model", tmp_path / "mamba2"
+    records = run("decode", tmp_path, "--models", "--folders", *folders, "--positions", 9, 2000)
+    sizes = {(x["model"], x["position"]): float(x["value"]) for x in records if x["metric"] == "cache bytes"}
+    # of Mamba-2: its convolution's inputs and its recurrent state
+    expected = {"model": state_bytes(config).in_memory, "mamba2": 4 * ((64 + 2 * 8) * 4 + 64 * 8)}
+    assert sizes == {(name, position): size for name, size in expected.items() for position in ("9", "2000")}
 
 
 @pytest.mark.slow

@@ -42,7 +42,8 @@ MODELS = (*(name for name in OPTIONS if name != NO_STATISTICS), "GPT-2")
 def cache_tensors(cache) -> list[torch.Tensor]:
     """The floating-point tensors that the layers store, without the length."""
     attributes = (x for layer in cache.layers for x in vars(layer).values())
-    return [x for x in attributes if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    values = (x for attribute in attributes for x in (attribute.values() if isinstance(attribute, dict) else [attribute]))
+    return [x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
 
 class DynamicSteps:
@@ -54,7 +55,8 @@ class DynamicSteps:
         self.prefilled_cache = DynamicCache(config=model.config)
         prefix = torch.randint(0, model.config.vocab_size, (1, position), device=token.device)
         self.peak = peak_bytes(lambda: model(prefix, **{CACHE_NAME: self.prefilled_cache}, logits_to_keep=1), token.device)
-        self.prefilled_cache.batch_repeat_interleave(len(token))
+        if len(token) > 1:  # which the layers of Mamba-2's cache do not support
+            self.prefilled_cache.batch_repeat_interleave(len(token))
         self.reset()
 
     def reset(self):
