@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tost_hf import ToSTForCausalLM
-from tost_hf.model.configuration_tost import FULL_ATTENTION
+from tost_hf.model.configuration_tost import SLIDING_ATTENTION
 
 
 @pytest.mark.slow
@@ -23,4 +23,4 @@ def test_demo(tmp_path):
     model = ToSTForCausalLM.from_pretrained(tmp_path / "model")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "model")) == model.config.vocab_size == 4096
     assert (model.config.decay_type, model.config.conv_kernel) == ("token", 4)
-    assert FULL_ATTENTION in model.config.layer_types
+    assert SLIDING_ATTENTION in model.config.layer_types
