@@ -281,8 +281,8 @@ def test_decode_of_a_folder(tmp_path):
     options |= {"position_embedding_type": "none", "num_hidden_layers": 2}
     config = ToSTConfig(hidden_size=32, num_attention_heads=4, vocab_size=64, **options)
     config.save_pretrained(tmp_path / "model")
-    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "vocab_size": 64}
-    Mamba2Config(**sizes, num_hidden_layers=1, conv_kernel=4, chunk_size=8).save_pretrained(tmp_path / "mamba2")
+    options = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "vocab_size": 64}
+    Mamba2Config(**options, num_hidden_layers=1, conv_kernel=4, chunk_size=8).save_pretrained(tmp_path / "mamba2")
     folders = tmp_path / "model", tmp_path / "mamba2"
     records = run("decode", tmp_path, "--models", "--folders", *folders, "--positions", 9, 2000)
     sizes = {(x["model"], x["position"]): float(x["value"]) for x in records if x["metric"] == "cache bytes"}
