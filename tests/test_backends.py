@@ -18,6 +18,11 @@ from tost_hf.model import tssa_cpu
 from tost_hf.model.tssa import _find_kernels, _warn_of_fallback
 
 
+def count_warnings(warnings, text):
+    """Of a test's own warnings: collecting the garbage of earlier tests can warn of files that those left open."""
+    return sum(text in str(warning.message) for warning in warnings)
+
+
 @pytest.fixture
 def fake_kernels(monkeypatch):
     """A fake tssa_triton.py that computes with PyTorch and records its calls."""
@@ -113,7 +118,8 @@ def test_without_numba(monkeypatch):
     with pytest.warns(UserWarning, match=r"No module named 'numba'.*pip install \"tost-hf\[cpu\]\"") as warnings:
         outputs = [tssa(w, temp), tssa(w, temp), tssa(w, temp, causal=False)]
         tssa_step(w[:, 0], temp)
-    assert len(warnings) == 1 and torch.equal(outputs[0].output, tssa(w, temp, backend="torch").output)
+    assert count_warnings(warnings, "No module named 'numba'") == 1
+    assert torch.equal(outputs[0].output, tssa(w, temp, backend="torch").output)
     with pytest.raises(ValueError, match="numba"):
         tssa(w, temp, backend="numba")
     with pytest.raises(ValueError, match=r"torch\.float64"):
@@ -163,7 +169,7 @@ def test_damaged_cache_of_numba(compile_squares, files, damage):
     square, cube, _ = compile_squares()
     with pytest.warns(UserWarning, match=re.escape(f"numba's cache in {folder} cannot be used")) as warnings:
         assert square(3) + cube(2) == 17
-    assert len(warnings) == 1
+    assert count_warnings(warnings, "numba's cache") == 1
 
 
 def test_cache_of_numba_on_a_full_disk(compile_squares):
@@ -176,7 +182,7 @@ def test_cache_of_numba_on_a_full_disk(compile_squares):
             assert square(3) + cube(2) == 17
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert len(warnings) == 1
+    assert count_warnings(warnings, "numba's cache") == 1
 
 
 def test_loads_without_numba(monkeypatch):
