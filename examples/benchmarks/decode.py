@@ -19,6 +19,7 @@ loaded model.
 
 import argparse
 import copy
+import inspect
 from pathlib import Path
 
 import torch
@@ -28,8 +29,6 @@ from records import Spread
 from registry import benchmark
 from timing import Report, attempt, dtype_name, measure, peak_bytes, ratio, spread
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
-
-from tost_hf.model.inputs_tost import CACHE_NAME
 
 
 SIZES = {  # vocabulary, width, and layers of ToST and GPT-2
@@ -46,15 +45,22 @@ def cache_tensors(cache) -> list[torch.Tensor]:
     return [x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
 
+def find_cache_name(model: PreTrainedModel) -> str:
+    """The name of the cache in this model and this version of transformers; by another one it would be ignored."""
+    return next(x for x in inspect.signature(model.forward).parameters if x in ("cache", "past_key_values", "cache_params"))
+
+
 class DynamicSteps:
     """Decoding steps with a dynamic cache; `reset` restores it."""
 
     def __init__(self, model, token, position: int, steps: int, compiled: bool):
-        self.model, self.token, self.steps = model, token, steps
+        self.model, self.token, self.steps, self.cache_name = model, token, steps, find_cache_name(model)
         model(token[:1])  # warm-up: allocations of the first pass do not count
         self.prefilled_cache = DynamicCache(config=model.config)
         prefix = torch.randint(0, model.config.vocab_size, (1, position), device=token.device)
-        self.peak = peak_bytes(lambda: model(prefix, **{CACHE_NAME: self.prefilled_cache}, logits_to_keep=1), token.device)
+        self.peak = peak_bytes(
+            lambda: model(prefix, **{self.cache_name: self.prefilled_cache}, logits_to_keep=1), token.device
+        )
         if len(token) > 1:  # which the layers of Mamba-2's cache do not support
             self.prefilled_cache.batch_repeat_interleave(len(token))
         self.reset()
@@ -64,7 +70,7 @@ class DynamicSteps:
 
     def __call__(self):
         for _ in range(self.steps):
-            self.model(self.token, **{CACHE_NAME: self.cache})
+            self.model(self.token, **{self.cache_name: self.cache})
 
 
 class StaticSteps:
@@ -76,9 +82,9 @@ class StaticSteps:
     peak = None
 
     def __init__(self, model, token, position: int, steps: int, compiled: bool):
-        self.token, self.position, self.steps = token, position, steps
+        self.token, self.position, self.steps, self.cache_name = token, position, steps, find_cache_name(model)
         self.cache = StaticCache(config=model.config, max_cache_len=position + steps)
-        model(token, **{CACHE_NAME: self.cache})  # allocates the cache; not compiled, as in generate()
+        model(token, **{self.cache_name: self.cache})  # allocates the cache; not compiled, as in generate()
         for tensor in cache_tensors(self.cache):
             tensor.uniform_(0.5, 1)
         mode = "reduce-overhead" if token.is_cuda else "default"  # reduce-overhead uses CUDA graphs
@@ -92,7 +98,7 @@ class StaticSteps:
     def __call__(self):
         for _ in range(self.steps):
             torch.compiler.cudagraph_mark_step_begin()
-            self.call(self.token, **{CACHE_NAME: self.cache})
+            self.call(self.token, **{self.cache_name: self.cache})
 
 
 def start_steps(steps_class, *args):
