@@ -19,12 +19,11 @@ loaded model.
 
 import argparse
 import copy
-import inspect
 from pathlib import Path
 
 import torch
 import torch._inductor.config
-from language_models import NO_STATISTICS, OPTIONS, make_language_model
+from language_models import NO_STATISTICS, OPTIONS, find_cache_name, make_language_model
 from records import Spread
 from registry import benchmark
 from timing import Report, attempt, dtype_name, measure, peak_bytes, ratio, spread
@@ -43,11 +42,6 @@ def cache_tensors(cache) -> list[torch.Tensor]:
     attributes = (x for layer in cache.layers for x in vars(layer).values())
     values = (x for attribute in attributes for x in (attribute.values() if isinstance(attribute, dict) else [attribute]))
     return [x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()]
-
-
-def find_cache_name(model: PreTrainedModel) -> str:
-    """The name of the cache in this model and this version of transformers; by another one it would be ignored."""
-    return next(x for x in inspect.signature(model.forward).parameters if x in ("cache", "past_key_values", "cache_params"))
 
 
 class DynamicSteps:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from language_models import make_language_model
+from language_models import find_cache_name, make_language_model
 from records import read_records, select
 from registry import benchmark
 from timing import Report
@@ -73,13 +73,11 @@ def language_inputs(model, cache: str, batch: int, cached: int, tokens: int) -> 
     input_ids = torch.randint(1, VOCAB_SIZE, (batch, cached + tokens), generator=torch.Generator().manual_seed(tokens))
     inputs = {"input_ids": input_ids[:, cached:], "attention_mask": attention_mask, "use_cache": cache != "none"}
     if cache != "none":
-        past_key_values = DynamicCache(config=model.config)
+        name = find_cache_name(model)
+        inputs[name] = DynamicCache(config=model.config)
         if cache == "static":
-            past_key_values = StaticCache(config=model.config, max_cache_len=MAX_TOKENS)
-        model(
-            input_ids[:, :cached], attention_mask=attention_mask[:, :cached], past_key_values=past_key_values, use_cache=True
-        )
-        inputs["past_key_values"] = past_key_values
+            inputs[name] = StaticCache(config=model.config, max_cache_len=MAX_TOKENS)
+        model(**inputs | {"input_ids": input_ids[:, :cached], "attention_mask": attention_mask[:, :cached]})
     return inputs
 
 
@@ -113,7 +111,7 @@ def try_case(format_name: str, name: str, case: str) -> tuple[str, float]:
         program = getattr(exporters, exporter_class)().export(model, copy.deepcopy(inputs[0]), options)
         for label, sample in zip(("the sample", "other shapes"), inputs):
             stage, expected = label, model(**copy.deepcopy(sample)).logits
-            if cast_sums(sample.get("past_key_values")):
+            if any(map(cast_sums, sample.values())):
                 outcome = "works, sums cast to float32"
             output = program(**{key: x for key, x in sample.items() if key != "use_cache"})
             logits = torch.as_tensor(output["logits"] if isinstance(output, dict) else output.logits)

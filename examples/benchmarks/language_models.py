@@ -1,6 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """The small causal language models of the benchmarks: ToST, its options beyond the paper, and baselines."""
 
+import inspect
 from functools import partial
 
 import torch
@@ -29,6 +30,11 @@ OPTIONS = {  # model name to options beyond the paper
 BASELINES = ("GPT-2", "GPT-2 conv", "Mamba-2")
 MODELS = (*OPTIONS, *BASELINES)
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def find_cache_name(model: PreTrainedModel) -> str:
+    """The name of the cache in this model and this version of transformers; by another one it would be ignored."""
+    return next(x for x in inspect.signature(model.forward).parameters if x in ("cache", "past_key_values", "cache_params"))
 
 
 def make_language_model(
