@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import randomize, small_config
-from transformers import DynamicCache, StaticCache
+from transformers import Cache, DynamicCache, StaticCache
 from transformers.exporters.exporter_dynamo import get_auto_dynamic_shapes, register_cache_pytrees_for_model
 
 from tost_hf import ToSTCache, ToSTForCausalLM
@@ -17,7 +17,7 @@ from tost_hf.model.configuration_tost import FULL_ATTENTION, TSSA
 
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "benchmarks"))
-from exports import FORMATS, TOLERANCE, try_case
+from exports import FORMATS, LANGUAGE_MODELS, TOLERANCE, make_case, try_case
 
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -110,6 +110,16 @@ EXPORTED = [
     ("executorch", "ToST vision", "image, fixed shape"),
 ]
 TOLERANCES = {"openvino": TOLERANCE}  # relative to the logits; OpenVINO computes in bfloat16 on CPUs that have it
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_compared_models_read_their_cache(name):
+    """Its argument's name differs from model to model; under another one it would be ignored, and the exports too easy."""
+    model, (inputs, _) = make_case(name, "several tokens")
+    uncached = {key: x for key, x in inputs.items() if not isinstance(x, Cache)}
+    uncached["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    assert not torch.allclose(model(**copy.deepcopy(inputs)).logits, model(**uncached).logits, atol=1e-3)
 
 
 @pytest.fixture(scope="module")
