@@ -243,6 +243,22 @@ class EvaluationImages(torch.utils.data.Dataset):
         return {"pixel_values": self.processor(image, return_tensors="pt")["pixel_values"][0], "labels": example["label"]}
 
 
+def describe_resizing(dataset: Dataset, config: PreTrainedConfig) -> None:
+    """Logs that images are resized, unless the first one has the model's size."""
+    example, (height, width) = dataset[0], image_sides(config)
+    image = read_image(example["source"], example["image"])
+    if (image.height, image.width) != (height, width):
+        logger.info(
+            f"Images, the first of {image.height} x {image.width} pixels, are resized to {height} x {width} (--image_size)."
+        )
+
+
+def image_sides(config: PreTrainedConfig) -> tuple[int, int]:
+    """Height and width of a model's images."""
+    size = config.image_size
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
 # Model ---------------------------------------------------------------------------------------------------------------
 
 
@@ -303,7 +319,7 @@ def preprocess_logits_for_metrics(logits, labels):
 def make_view(config: PreTrainedConfig, processor: ViTImageProcessorPil, training_args) -> TrainingView:
     """The augmentation of the arguments."""
     return TrainingView(
-        size=(config.image_size,) * 2 if isinstance(config.image_size, int) else tuple(config.image_size),
+        size=image_sides(config),
         mean=processor.image_mean,
         std=processor.image_std,
         operations=training_args.rand_augment_operations,
@@ -333,6 +349,7 @@ def main(args: list[str] | None = None, model_arguments: type[ModelArguments] = 
     model = load_classifier(AutoModelForImageClassification, model_args, config, names, training_args.do_train)
     processor = load_processor(model_args, config)
 
+    describe_resizing(next(iter(splits.values())), config)
     image_datasets = {}
     if "train" in splits:
         training_args.train_sampling_strategy = "sequential"  # the data set shuffles

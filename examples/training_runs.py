@@ -29,6 +29,7 @@ logger = logging.getLogger("scripting.training_runs")  # at the level of the scr
 MIN_LOGGING_STEPS = 10
 ESTIMATE_STEPS = 10
 PROBE_TOKENS = 64
+MIN_CURVE_POINTS = 3
 SPEED_METRICS = ("runtime", "per_second", "samples", "preparation_time")
 USAGE = """python -c "import tost_hf, transformers; print(transformers.pipeline('{task}', {folder!r})({example}))\""""
 NEXT_STEPS = {
@@ -100,10 +101,13 @@ class TimeEstimateCallback(TrainerCallback):
 
 
 class CurvesCallback(TrainerCallback):
-    """Plots the losses and accuracies of a run to its output folder, at every evaluation and at the end."""
+    """Plots the losses and accuracies of a run to its output folder, at every evaluation and at the end.
+
+    Nothing is drawn of fewer than three training losses: two points are no curve.
+    """
 
     def on_evaluate(self, args, state, control, **kwargs) -> None:
-        if state.is_world_process_zero and any("loss" in entry for entry in state.log_history):
+        if state.is_world_process_zero and sum("loss" in entry for entry in state.log_history) >= MIN_CURVE_POINTS:
             plot_curves(state.log_history, Path(args.output_dir, CURVES))
 
     on_train_end = on_evaluate

@@ -14,41 +14,46 @@ import torch
 from datasets import Dataset
 from hub_clients import contents
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
 
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import classification
 import run_clm
+import run_image_classification
 import train_small
 import train_small_images
 import training_runs
-from scripting import override_config
+from scripting import parse_args
 
-from tost_hf import ToSTForImageClassification, ToSTVisionConfig
 from tost_hf.hub import prepare_upload
-from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
+
+
+IMAGE_ARGUMENTS = (
+    run_image_classification.ModelArguments,
+    run_image_classification.DataTrainingArguments,
+    run_image_classification.ToSTVisionTrainingArguments,
+)
 
 
 @pytest.mark.parametrize(("size", "text_parameters", "image_parameters"), [("cpu", 2.82e6, 2.81e6), ("gpu", 24.7e6, 22.2e6)])
 def test_models_of_a_size_have_as_many_parameters(size, text_parameters, image_parameters):
-    text_size, image_size = train_small.SIZES[size], train_small_images.SIZES[size]
+    text_size = train_small.SIZES[size]
     for name in train_small.MODELS:
         config = run_clm.load_config(run_clm.ModelArguments(**train_small.model_options(name, text_size)))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         assert model.num_parameters() == pytest.approx(text_parameters, rel=0.03)
-    options = {"patch_size": image_size.patch_size, "image_size": image_size.image_size}
-    for trunk in ATTENTION_TYPES:
-        unset = dict.fromkeys(("steps", "teacher", "model_name_or_path", "learning_rate", "image_size", "patch_size"))
+    for trunk in train_small_images.TRUNKS:
+        unset = dict.fromkeys(("steps", "teacher", "model_name_or_path", "learning_rate", "patch_size"))
         args = Namespace(images="images", output_dir="out", size=size, trunk=trunk, seed=0, **unset)
-        arguments = train_small_images.make_arguments(args)
-        assert f"attention_type={trunk}," in arguments[arguments.index("--config_overrides") + 1]
-        config = override_config(ToSTVisionConfig(), train_small_images.model_overrides(image_size, trunk), **options)
+        model_args, *_ = parse_args(train_small_images.make_arguments(args), *IMAGE_ARGUMENTS)
+        config = run_image_classification.load_config(model_args)
         with torch.device("meta"):
-            classifier = ToSTForImageClassification(config)
-        assert classifier.num_parameters() == pytest.approx(image_parameters, rel=0.02)
+            classifier = AutoModelForImageClassification.from_config(config)
+        assert getattr(config, "attention_type", config.model_type) == trunk
+        assert classifier.num_parameters() == pytest.approx(image_parameters, rel=0.04)
 
 
 def check_published_files(output: Path) -> dict[str, bytes]:
@@ -156,8 +161,8 @@ def test_training_a_language_model(tmp_path, monkeypatch, capsys, model):
 
 @pytest.mark.slow
 def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsys):
-    tiny = "hidden_size=32,num_class_attention_layers=1,num_attention_heads=4"
-    size = replace(train_small_images.SIZES["cpu"], model=tiny, layers=1, image_size=16, batch=8, steps=4)
+    sizes = {"width": 32, "heads": 4, "layers": 1, "image_size": 16, "batch": 8, "steps": 4}
+    size = replace(train_small_images.SIZES["cpu"], **sizes)
     monkeypatch.setitem(train_small_images.SIZES, "cpu", size)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     output = tmp_path / "model"

@@ -3,6 +3,8 @@
 
     python examples/benchmarks/run.py resolution
     python examples/benchmarks/run.py resolution --training --preset tiny --sizes 96 224 --batch 32  # training steps
+    python examples/benchmarks/run.py resolution --folders tost-photos-3m softmax vit --sizes 64 96 128 192 256 \
+        --photographs imagenette224/validation.parquet
 
 Random weights (they do not change the cost), batch 1, eager, forward only; ViT with PyTorch's scaled dot product attention and
 with the `image_size` of each resolution. The models are interleaved, and the C library keeps freed memory. Reports the time of
@@ -11,14 +13,25 @@ a forward pass and its peak memory beyond the loaded model (measured in a separa
 --training measures steps on batches of --batch images instead (forward, backward, fused AdamW), also of the XCA and softmax
 models, and the percentage of a step that the profiler attributes to matrix products and convolutions. TSSA's percentage is the
 time of its operator alone, forward and backward, in all layers.
+
+--folders measures trained classifiers instead: the time of one photograph, and the accuracy on all --photographs, resized to
+each size, with the weights as they are. A ViT's table of positions is interpolated.
 """
 
+import functools
+from pathlib import Path
+
 import torch
+from classification import label_names
+from datasets import load_dataset
+from evaluate_image_classification import match_labels
 from registry import benchmark
+from run_image_classification import DataTrainingArguments, EvaluationImages
 from timing import KEEP_FREED_MEMORY, Report, dtype_name, measure, peak_bytes, ratio, run_in_new_process, spread
-from transformers import ViTConfig, ViTModel
+from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTModel
 
 from tost_hf import ToSTVisionConfig, ToSTVisionModel, tssa
+from tost_hf.image_processing import make_image_processor
 
 
 PATCH, LAYERS = 16, 12
@@ -130,6 +143,36 @@ def report_training(sides, args, report: Report) -> None:
             report.add(make_case(name, side, args.batch, args), metrics)
 
 
+@torch.no_grad()
+def report_trained(sides, args, report: Report) -> None:
+    models = {}
+    for folder in args.folders:
+        model = AutoModelForImageClassification.from_pretrained(folder, dtype=args.dtype).eval().to(args.device)
+        interpolates = isinstance(model, ViTForImageClassification)
+        options = {"interpolate_pos_encoding": True} if interpolates else {}
+        models[Path(folder).name] = model, functools.partial(model, **options)
+    photographs, columns = (
+        load_dataset("parquet", data_files=args.photographs, split="train"),
+        DataTrainingArguments(args.photographs),
+    )
+    names = label_names(next(iter(models.values()))[0].config)
+    data = match_labels(photographs, "validation", names, columns)
+    labels = torch.tensor(data["label"][:])
+    for side in sides:
+        images = EvaluationImages(data, make_image_processor(side))
+        pixels = torch.stack([images[i]["pixel_values"] for i in range(len(images))]).to(args.device, args.dtype)
+        runs = {name: functools.partial(run, pixels[:1]) for name, (_, run) in models.items()}
+        seconds = measure(runs, args.repeats, device=args.device, warm_up=3)
+        first = next(iter(seconds))
+        for name, (model, run) in models.items():
+            predictions = torch.cat([run(batch).logits.argmax(-1).cpu() for batch in pixels.split(50)])
+            patch = model.config.patch_size
+            case = {"model": name, "pixels": side, "tokens": (side // patch) ** 2, "layers": model.config.num_hidden_layers}
+            case |= {"dtype": dtype_name(args.dtype), "batch": 1}
+            metrics = {"ms": spread(seconds[name]) * 1e3, "this / first": ratio(seconds[name], seconds[first])}
+            report.add(case, metrics | {"accuracy": float((predictions == labels).double().mean())})
+
+
 def make_case(name: str, side: int, batch: int, args) -> dict[str, object]:
     name = name if args.preset == "small" else f"{name}-{args.preset}"
     case = {"model": name, "pixels": side, "tokens": (side // PATCH) ** 2, "layers": LAYERS}
@@ -141,9 +184,12 @@ def add_arguments(parser) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=sides, help=f"sides in pixels, multiples of {PATCH}")
     parser.add_argument("--preset", choices=("tiny", "small"), default="small", help="the size of the models")
     parser.add_argument("--training", action="store_true", help="images per second of training steps instead")
+    parser.add_argument("--folders", nargs="+", help="trained classifiers of the same classes, to measure instead")
+    parser.add_argument("--photographs", help="a parquet file of labeled photographs, for --folders")
     parser.add_argument("--batch", type=int, default=8, help="images of a training step")
 
 
 @benchmark("resolution", __doc__, add_arguments, dtype=True, environment=KEEP_FREED_MEMORY)
 def run(args, report: Report) -> None:
-    (report_training if args.training else report_inference)(sorted(set(args.sizes)), args, report)
+    report_times = report_trained if args.folders else report_training if args.training else report_inference
+    report_times(sorted(set(args.sizes)), args, report)

@@ -1,129 +1,193 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Agreement of memberships with k-means clusters of color and place on photographs, trained and untrained.
+"""Do memberships group a photograph? Their agreement with clusters of color and place, and with outlines drawn by hand.
 
-    python examples/benchmarks/run.py memberships --model model_cards/trained/tost-cifar10-3m
+    python examples/benchmarks/run.py memberships --photographs imagenette224/validation.parquet
+    python examples/benchmarks/run.py memberships --photographs imagenette224/validation.parquet --picture heads.png
 
-The photographs of examples/photos and scikit-learn's two are cropped to squares and resized to four times the side that the
-model was trained on. The patches of each are clustered by k-means on color and place, with as many clusters as a layer has
-heads, and compared with
+object_masks.json has the outline of the object in 20 validation photographs of Imagenette, the first two of each class in
+which it covers 5 to 70 % of the picture and can be told apart. For the models, and for untrained ones of the first model's
+configuration, one per seed, the means over these photographs are measured layer by layer:
 
-- *layers*: each patch's strongest head, by adjusted mutual information (`membership_clusters_score`), beside two controls: the
-  memberships shuffled over the patches, and those of the next photograph, which agree by place alone;
-- *heads*: each head's membership, by the fraction of its variance over the patches that is between clusters.
+- *clusters*: adjusted mutual information of each patch's strongest head with k-means clusters of color and place, as many as
+  a layer has heads (`membership_clusters_score`), beside two controls: the memberships shuffled over the patches, and those of
+  the next photograph, which agree by place alone;
+- *object*: adjusted mutual information of the strongest head with the outline, beside the next photograph's memberships;
+- *head*: how well each head's membership tells object from background, as the area under the ROC curve: 0.5 is chance, below
+  it the head follows the background. The head that is furthest from 0.5 on every other photograph is measured on the rest;
+- *class*: the probability of the right class, also with the patches replaced by the mean color in which the head leads that
+  leads in most of the object, and with as many random patches replaced. Not for models of other classes.
 
-The same is measured for untrained models of the same configuration, one per seed. --picture plots the first photographs, their
-clusters, and the memberships of the heads that agree most.
+--picture draws the photographs of examples/photos and the strongest heads of the first model's --layer.
 """
 
+import json
 from pathlib import Path
 
-import sklearn.datasets
+import numpy as np
 import torch
-from matplotlib.figure import Figure
+from datasets import load_dataset
 from observations import mutual_information
-from PIL import Image
+from PIL import Image, ImageDraw
 from registry import benchmark
+from run_image_classification import read_image
+from sklearn.metrics import adjusted_mutual_info_score, roc_auc_score
 from training import Results
-from transformers import AutoModelForImageClassification, PreTrainedModel, ViTImageProcessorPil, set_seed
+from transformers import AutoModelForImageClassification, PreTrainedModel, set_seed
 
 from tost_hf import ToSTForImageClassification
-from tost_hf.interpret import membership_maps, trace_model
-from tost_hf.interpret.plots import scale_limit
-from tost_hf.interpret.quantities import cluster_patches
+from tost_hf.image_processing import make_image_processor
+from tost_hf.interpret import membership_maps, plots, trace_model
 
 
-PHOTOS = Path(__file__).resolve().parents[1] / "photos"
-NUM_PLOTTED_PHOTOS = NUM_PLOTTED_HEADS = 3
-SCALE = 4  # times the side that the model was trained on
+ROOT = Path(__file__).resolve().parents[2]
+PHOTOS = ROOT / "examples" / "photos"
+MODELS = [str(ROOT / "model_cards" / "trained" / name) for name in ("tost-photos-3m", "tost-cifar10-3m")]
+MASKS = Path(__file__).with_name("object_masks.json")
+RANDOM_DRAWS = 10  # of patches that are replaced
 TASK = "photographs"
 
 
-def list_photos() -> list[Path]:
-    """Photographs that may be redistributed: those of examples/photos and scikit-learn's two (CC BY 2.0)."""
-    return [*sorted(PHOTOS.glob("*.jpg")), *sorted(Path(sklearn.datasets.__file__).with_name("images").glob("*.jpg"))]
-
-
-def load_photos(files: list[Path], processor: ViTImageProcessorPil, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Square crops: `pixel_values` (B, 3, side, side), and images to plot (B, side, side, 3) from 0 to 1."""
-    size = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
-    images = [Image.open(file).convert("RGB") for file in files]
-    pixels = processor(images, return_tensors="pt", **size)["pixel_values"]
-    mean, std = (torch.tensor(x)[:, None, None] for x in (processor.image_mean, processor.image_std))
-    return pixels, (pixels * std + mean).clamp(0, 1).permute(0, 2, 3, 1).double()
-
-
-def explained_variance(maps: torch.Tensor, clusters: torch.Tensor) -> torch.Tensor:
-    """The fraction of a membership's variance over the patches that is between clusters.
-
-    Args:
-        maps: (L, H, T) memberships of one image.
-        clusters: (T,) cluster of each patch.
+def load_photographs(file: str, masks: Path, side: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """Photographs with outlines.
 
     Returns:
-        (L, H), from 0 to 1; 0 for a constant membership.
+        `pixel_values` (B, 3, side, side); the fraction of each pixel of `size` x `size` that is of the object, (B, 1, size,
+        size); the labels.
+
+    Raises:
+        ValueError: a photograph has another label than the one that was outlined.
     """
-    one_hot = torch.nn.functional.one_hot(clusters.long()).to(maps)  # (T, clusters)
-    counts = one_hot.sum(0).clamp_min(1)
-    centered = maps - maps.mean(-1, keepdim=True)
-    variance_between = ((centered @ one_hot) ** 2 / counts).sum(-1)
-    return variance_between / (centered**2).sum(-1).clamp_min(1e-30)
+    outlines = json.loads(masks.read_text(encoding="utf-8"))
+    data = load_dataset("parquet", data_files=file, split="train")
+    names, images, objects, labels = data.features["label"].names, [], [], []
+    for outline in outlines["masks"]:
+        example = data[outline["index"]]
+        label = names[example["label"]]
+        if label != outline["label"]:
+            raise ValueError(
+                f"Photograph {outline['index']} of {file} is {label!r}; {masks.name} outlines {outline['label']!r}."
+            )
+        mask = Image.new("L", (outlines["size"],) * 2)
+        for polygon in outline["polygons"]:
+            ImageDraw.Draw(mask).polygon([tuple(corner) for corner in polygon], fill=1)
+        images.append(example["image"].convert("RGB"))
+        objects.append(torch.from_numpy(np.array(mask, dtype=np.float64))[None])
+        labels.append(label)
+    return make_image_processor(side)(images, return_tensors="pt")["pixel_values"], torch.stack(objects), labels
 
 
-def measure(model: PreTrainedModel, pixels: torch.Tensor) -> tuple[dict[str, float], torch.Tensor]:
-    """The metrics by layer and head, means over photographs, and the explained variance (L, H)."""
+def object_agreement(memberships: torch.Tensor, is_object: torch.Tensor) -> dict[str, float]:
+    """How memberships (B, L, H, T) agree with the patches of the objects (B, T), by layer."""
+    metrics = {}
+    partitions = {"own": memberships.argmax(2), "another photograph's": memberships.argmax(2).roll(-1, 0)}
+    for kind, strongest in partitions.items():
+        for layer, labels in enumerate(strongest.unbind(1)):
+            scores = [adjusted_mutual_info_score(*pair) for pair in zip(is_object.numpy(), labels.numpy())]
+            metrics[f"object, {kind}, layer {layer}"] = sum(scores) / len(scores)
+    areas = head_areas(memberships, is_object)
+    means = areas.mean(0)
+    metrics |= {f"head, layer {i}, head {h}": x for i, row in enumerate(means.tolist()) for h, x in enumerate(row)}
+    for layer in range(areas.shape[1]):
+        metrics[f"chosen head, layer {layer}"] = _area_of_chosen_head(areas[:, layer])
+    return metrics
+
+
+def head_areas(memberships: torch.Tensor, is_object: torch.Tensor) -> torch.Tensor:
+    """The area under the ROC curve of each head's membership as a score of the object: (B, L, H)."""
+    areas = [
+        [[roc_auc_score(mask, head) for head in layer] for layer in image.numpy()]
+        for image, mask in zip(memberships, is_object.numpy())
+    ]
+    return torch.tensor(areas).double()
+
+
+def _area_of_chosen_head(areas: torch.Tensor) -> float:
+    """Of areas (B, H): that of the head furthest from 0.5 on every other photograph, measured on the rest, and vice versa.
+
+    A head that follows the background counts by its area below 0.5, as 1 minus the area.
+    """
+    values = []
+    for chosen, measured in ((areas[::2], areas[1::2]), (areas[1::2], areas[::2])):
+        distance = chosen.mean(0) - 0.5
+        head = int(distance.abs().argmax())
+        area = measured[:, head].mean()
+        values.append(area if distance[head] > 0 else 1 - area)
+    return float(sum(values) / 2)
+
+
+@torch.no_grad()
+def class_evidence(model: PreTrainedModel, pixels: torch.Tensor, memberships: torch.Tensor, is_object, labels) -> dict:
+    """The probability of the right class with patches replaced, by layer."""
+    targets = torch.tensor([model.config.label2id[label] for label in labels])
+    rows = pixels.shape[-2] // model.config.patch_size
+    generator = torch.Generator().manual_seed(0)
+
+    def probability(replaced: torch.Tensor) -> float:  # (B, T)
+        mask = replaced.unflatten(-1, (rows, -1))[:, None].float()
+        mask = torch.nn.functional.interpolate(mask, size=pixels.shape[-2:])
+        logits = model(pixel_values=pixels * (1 - mask)).logits  # 0 is the mean color
+        return float(logits.softmax(-1).gather(1, targets[:, None]).mean())
+
+    metrics = {"class, whole photograph": probability(torch.zeros_like(is_object))}
+    for layer in range(memberships.shape[1]):
+        strongest = memberships[:, layer].argmax(1)  # (B, T)
+        counts = torch.nn.functional.one_hot(strongest, memberships.shape[2]) * is_object[..., None]
+        replaced = strongest == counts.sum(1).argmax(-1, keepdim=True)
+        metrics[f"class, without the head's patches, layer {layer}"] = probability(replaced)
+        metrics[f"class, replaced patches, layer {layer}"] = float(replaced.double().mean())
+        orders = [torch.rand(replaced.shape, generator=generator).argsort(-1) for _ in range(RANDOM_DRAWS)]
+        draws = [probability(replaced.gather(1, order)) for order in orders]
+        metrics[f"class, without random patches, layer {layer}"] = sum(draws) / len(draws)
+    return metrics
+
+
+def measure(model: PreTrainedModel, pixels: torch.Tensor, objects: torch.Tensor, labels: list[str]) -> dict[str, float]:
+    """Every metric, by layer; without `labels`, or those of a model of other classes, no evidence of the class."""
     metrics = mutual_information(model, pixels, "photograph")
     trace = trace_model(model, pixel_values=pixels)
-    assert trace.grid is not None  # every image has a grid
-    clusters = cluster_patches(pixels, trace.grid, trace.memberships.shape[2])
-    explained = torch.stack([explained_variance(maps, labels) for maps, labels in zip(trace.memberships, clusters)]).mean(0)
-    for layer, heads in enumerate(explained.tolist()):
-        metrics |= {f"explained variance, layer {layer}, head {head}": x for head, x in enumerate(heads)}
-    return metrics, explained
+    coverage = torch.nn.functional.adaptive_avg_pool2d(objects, trace.grid).flatten(1)
+    is_object = coverage > 0.5
+    metrics |= object_agreement(trace.memberships, is_object)
+    if labels and set(labels) <= set(model.config.label2id):
+        metrics |= class_evidence(model, pixels, trace.memberships, is_object, labels)
+    return metrics
 
 
-def plot_heads(model: PreTrainedModel, pixels: torch.Tensor, images: torch.Tensor, explained: torch.Tensor) -> Figure:
-    """Plots photographs, clusters and memberships of the heads with the largest `explained` (L, H), one per layer."""
+def draw_photos(model: PreTrainedModel, layer: int, side: int):
+    """The figure of the photographs of examples/photos and the strongest heads of their patches."""
+    images = [read_image(file.stem, {"path": str(file)}) for file in sorted(PHOTOS.glob("*.jpg"))]
+    processor = make_image_processor(side)
+    pixels = processor(images, return_tensors="pt")["pixel_values"]
+    mean, std = (torch.tensor(x)[:, None, None] for x in (processor.image_mean, processor.image_std))
+    pictures = (pixels * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
     trace = trace_model(model, pixel_values=pixels)
-    assert trace.grid is not None
-    clusters = cluster_patches(pixels, trace.grid, explained.shape[1]).unflatten(-1, trace.grid)
-    layers = sorted(explained.max(1).values.topk(min(NUM_PLOTTED_HEADS, len(explained))).indices.tolist())
-    heads = [(layer, int(explained[layer].argmax())) for layer in layers]
-    figure = Figure(figsize=(1.5 * (2 + len(heads)), 1.5 * len(pixels) + 0.3), layout="constrained")
-    axes = figure.subplots(len(pixels), 2 + len(heads), squeeze=False)
-    limit = scale_limit(trace.memberships, 1 / trace.memberships.shape[2])
-    titles = ["photograph", "k-means", *(f"layer {layer}, head {head}" for layer, head in heads)]
-    for panels, image, labels, maps in zip(axes, images, clusters, membership_maps(trace)):
-        panels[0].imshow(image.numpy())
-        panels[1].imshow(labels.numpy(), cmap="tab10", vmax=9)
-        for axis, (layer, head) in zip(panels[2:], heads):
-            axis.imshow(maps[layer, head].numpy(), cmap="viridis", vmin=0, vmax=limit)
-    for axis in axes.flat:
-        axis.set(xticks=[], yticks=[])
-    for axis, title in zip(axes[0], titles):
-        axis.set_title(title, fontsize=9)
-    return figure
+    return plots.plot_photographs(membership_maps(trace)[:, trace.layers.index(layer)], pictures)
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--model", required=True, help="the folder of a vision model with TSSA")
-    parser.add_argument("--picture", type=Path, help="a PNG file for a plot of the heads that agree most")
+    parser.add_argument("--photographs", required=True, metavar="FILE", help="Imagenette's validation split, a parquet file")
+    parser.add_argument("--masks", type=Path, default=MASKS, help="a JSON file of outlines")
+    parser.add_argument("--models", nargs="+", default=MODELS, help="folders of vision models with TSSA")
+    parser.add_argument("--image_size", type=int, default=128, help="side in pixels to which the photographs are resized")
+    parser.add_argument("--picture", type=Path, help="a PNG file for a plot of the strongest heads of examples/photos")
+    parser.add_argument("--layer", type=int, default=3, help="the layer of the picture")
 
 
 @benchmark("memberships", __doc__, add_arguments, trains=True, file="memberships")
 def run(args, results: Results) -> None:
-    files = list_photos()
-    model = AutoModelForImageClassification.from_pretrained(args.model, dtype=torch.float32).eval()
-    side = SCALE * model.config.image_size
-    pixels, images = load_photos(files, ViTImageProcessorPil.from_pretrained(args.model), side)
-    models = {("trained", None): model}
+    pixels, objects, labels = load_photographs(args.photographs, args.masks, args.image_size)
+    models = {}
+    for folder in args.models:
+        model = AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        models[Path(folder).name, None] = model
+    first = next(iter(models.values()))
     for seed in args.seeds:
         set_seed(seed)
-        models["untrained", seed] = ToSTForImageClassification(model.config).eval()
-
-    patches = (side // model.config.patch_size) ** 2
-    for (state, seed), network in models.items():
-        metrics, explained = measure(network, pixels)
-        results.add(metrics, task=TASK, model=state, network=network, steps=None, batch=len(files), context=patches, seed=seed)
-        if args.picture and state == "trained":
-            plot_heads(network, pixels[:NUM_PLOTTED_PHOTOS], images, explained).savefig(args.picture, dpi=100)
+        models["untrained", seed] = ToSTForImageClassification(first.config).eval()
+    for (name, seed), model in models.items():
+        patches = (args.image_size // model.config.patch_size) ** 2
+        metrics = measure(model, pixels, objects, labels if seed is None else [])
+        results.add(metrics, task=TASK, model=name, network=model, steps=None, batch=len(pixels), context=patches, seed=seed)
     results.print_means()
+    if args.picture is not None:
+        draw_photos(first, args.layer, args.image_size).savefig(args.picture)

@@ -130,29 +130,55 @@ def _layer_grid(panels: int, aspect: float) -> tuple["Figure", list]:
 
 def plot_strongest_heads(maps: torch.Tensor, picture: torch.Tensor, layers: Sequence[int]) -> "Figure":
     """The strongest head of each patch, from Pi (layers, H, rows, columns), over the picture; pale where it barely leads."""
-    from matplotlib.colors import to_rgba_array
-    from matplotlib.patches import Patch
-
-    _, heads, rows, columns = maps.shape
     figure, axes = _layer_grid(1 + len(maps), picture.shape[0] / picture.shape[1])
     _show_picture(axes[0], picture)
     axes[0].set_title("input", fontsize=9)
-    colors, marks = zip(*(head_style(head) for head in range(heads)))
     for axis, values, layer in zip(axes[1:], maps, layers):
-        lead, strongest = strongest_heads(values)
-        left, right, bottom, top = extent = _show_picture(axis, picture, pale=True).get_extent()
-        axis.imshow(to_rgba_array(colors)[strongest.numpy()], alpha=(0.05 + 0.8 * lead).numpy(), extent=extent)
-        edges = np.linspace(left, right, columns + 1), np.linspace(top, bottom, rows + 1)
-        for mark in set(marks) - {0}:
-            hatch_mask = np.where((np.array(marks)[strongest.numpy()] == mark) & (lead.numpy() > 0.25), 1.0, math.nan)
-            axis.pcolor(*edges, hatch_mask, hatch=HATCHES[mark], facecolor="none", edgecolor="#333", linewidth=0)
+        _show_strongest_heads(axis, values, picture)
         axis.set_title(f"layer {layer}", fontsize=9)
-    patches = [
-        Patch(facecolor=color, hatch=HATCHES[mark], edgecolor="#333", linewidth=0.5, label=f"head {head}")
-        for head, (color, mark) in enumerate(zip(colors, marks))
-    ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=min(heads, 6), fontsize=8, frameon=False)
+    _add_head_legend(figure, maps.shape[1])
     return figure
+
+
+def plot_photographs(maps: torch.Tensor, pictures: torch.Tensor) -> "Figure":
+    """Pictures (B, height, width, 3) in a row, and below them the strongest heads of one layer, from Pi (B, H, rows, columns).
+
+    Drawn as by `plot_strongest_heads`.
+    """
+    width = WIDTH / len(pictures)
+    figure = _make_figure(0.45 + 2 * width * pictures.shape[1] / pictures.shape[2])
+    axes = figure.subplots(2, len(pictures), squeeze=False)
+    for top, bottom, values, picture in zip(*axes, maps, pictures):
+        _show_picture(top, picture)
+        _show_strongest_heads(bottom, values, picture)
+    _add_head_legend(figure, maps.shape[1])
+    return figure
+
+
+def _show_strongest_heads(axis: Any, values: torch.Tensor, picture: torch.Tensor) -> None:
+    """Colors and hatches of the strongest heads, from Pi (H, rows, columns), over a pale picture."""
+    from matplotlib.colors import to_rgba_array
+
+    heads, rows, columns = values.shape
+    colors, marks = zip(*(head_style(head) for head in range(heads)))
+    lead, strongest = strongest_heads(values)
+    left, right, bottom, top = extent = _show_picture(axis, picture, pale=True).get_extent()
+    axis.imshow(to_rgba_array(colors)[strongest.numpy()], alpha=(0.05 + 0.8 * lead).numpy(), extent=extent)
+    edges = np.linspace(left, right, columns + 1), np.linspace(top, bottom, rows + 1)
+    for mark in set(marks) - {0}:
+        hatch_mask = np.where((np.array(marks)[strongest.numpy()] == mark) & (lead.numpy() > 0.25), 1.0, math.nan)
+        axis.pcolor(*edges, hatch_mask, hatch=HATCHES[mark], facecolor="none", edgecolor="#333", linewidth=0)
+
+
+def _add_head_legend(figure: "Figure", heads: int) -> None:
+    from matplotlib.patches import Patch
+
+    patches = []
+    for head in range(heads):
+        color, mark = head_style(head)
+        style = {"facecolor": color, "hatch": HATCHES[mark], "edgecolor": "#333", "linewidth": 0.5}
+        patches.append(Patch(**style, label=f"head {head}"))
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(heads, 6), fontsize=8, frameon=False)
 
 
 def plot_entropy_maps(entropy: torch.Tensor, heads: int, layers: Sequence[int]) -> "Figure":
