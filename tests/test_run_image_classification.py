@@ -30,6 +30,8 @@ from tost_hf.image_processing import make_image_processor
 
 SCRIPT = EXAMPLES / "run_image_classification.py"
 MEAN = [0.5, 0.5, 0.5]
+TRAINED_MODELS = EXAMPLES.parent / "model_cards/trained"
+TRAINED = [path.parent.name for path in TRAINED_MODELS.glob("*/preprocessor_config.json")]
 
 
 # run_image_classification.py, in this process ------------------------------------------------------------------------
@@ -75,6 +77,23 @@ def test_finetuning_with_the_ablations_of_the_paper(tmp_path, image_args, digit_
     assert not (tmp_path / "out/ema").exists() and "eval_ema_accuracy" not in results(tmp_path / "out")
     assert results(tmp_path / "out")["eval_loss"] < 10
     assert (tmp_path / "out/README.md").exists() and len(load_dataset(str(digit_folder))["train"]) == 96
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_models_at_another_size(tmp_path, image_args, name, caplog):
+    """Which the log names, beside the size of the images."""
+    caplog.set_level("INFO", "run_image_classification")
+    changes = {"config_name": None, "config_overrides": None, "model_name_or_path": TRAINED_MODELS / name, "dtype": "float32"}
+    script.main(image_args("image_finetuning", **changes, image_size=64, max_steps=1, do_eval=True))
+    assert "Images, the first of 8 x 8 pixels, are resized to 64 x 64 (--image_size)." in caplog.text
+    assert AutoConfig.from_pretrained(tmp_path / "out").image_size == 64
+    assert dict(load_processor(tmp_path / "out").size) == {"height": 64, "width": 64}
+
+
+def test_no_line_on_images_of_the_models_size(tmp_path, image_args, caplog):
+    caplog.set_level("INFO", "run_image_classification")
+    script.main(image_args(image_size=8, max_steps=1))
+    assert "resized" not in caplog.text
 
 
 @pytest.mark.parametrize("has_head", [True, False])

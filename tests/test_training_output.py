@@ -29,12 +29,14 @@ def test_output_of_a_language_model(tmp_path, clm_args):
     assert re.findall(r"step (\d+): (?=held out: loss)", text)[0] == "0"
     before, after = map(float, re.search(r"\nloss +(\S+) +(\S+)\n", text).groups())
     assert after < before < 10
-    assert f"The model, its card and curves.png are in {folder}." in text and (folder / "curves.png").stat().st_size > 1000
+    assert f"The model and its card are in {folder}." in text and not (folder / "curves.png").exists()  # of two points
     assert f"tost-hf publish {folder} OWNER/NAME --license apache-2.0" in text
 
     args[args.index("--max_steps") + 1] = "30"
     text = launch(script, tmp_path, args, processes=1, stderr=True)
-    assert "Resuming from" in text and "from step 20 on. The model, its card" in text and not NOISE.search(text), text
+    assert "Resuming from" in text and not NOISE.search(text), text
+    assert f"from step 20 on. The model, its card and curves.png are in {folder}." in text
+    assert (folder / "curves.png").stat().st_size > 1000
     assert float(re.search(r"\nloss +(\S+) +\S+\n", text)[1]) == before  # of the interrupted run
     args[args.index("--max_steps") + 1] = "31"
     assert "[transformers]" in launch(script, tmp_path, [*args, "--log_level", "info"], processes=1, stderr=True)
