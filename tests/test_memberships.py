@@ -125,6 +125,7 @@ def test_measurements_of_a_model(tmp_path, photographs):
     shared = [f"head, layer {layer}, head {head}" for layer in (0, 1) for head in range(4)]
     names = [f"mutual information, {kind}" for kind in ("own", "shuffled", "another photograph's")]
     names += ["object, own", "object, another photograph's", "chosen head"]
+    names.append("class attention")
     shared += [f"{name}, layer {layer}" for name in names for layer in (0, 1)]
     evidence = ("without the head's patches", "without random patches", "replaced patches")
     own = ["class, whole photograph", *(f"class, {name}, layer {layer}" for name in evidence for layer in (0, 1))]

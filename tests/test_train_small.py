@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 from hub_clients import contents
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, AutoTokenizer
 
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -166,7 +166,7 @@ def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsy
     monkeypatch.setitem(train_small_images.SIZES, "cpu", size)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     output = tmp_path / "model"
-    command = ["--images", str(digit_folder), "--output_dir", str(output), "--size", "cpu"]
+    command = ["--images", str(digit_folder), "--output_dir", str(output), "--size", "cpu", "--image_size", "24"]
     for _ in range(2):  # the second run trains no steps
         train_small_images.main(command)
     published = check_published_files(output)
@@ -181,5 +181,8 @@ def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsy
     for name in (training_runs.CURVES, classification.CONFUSION):
         assert published[name].startswith(b"\x89PNG") and f"({name})" in card
     assert (tmp_path / "model-memberships/layers.md").is_file()
+    assert AutoConfig.from_pretrained(output).image_size == 24  # an argument of run_image_classification.py
+    with pytest.raises(ValueError, match="--no_such_argument"):
+        train_small_images.main([*command, "--no_such_argument", "1"])
 
     check_training_further(train_small_images, command, ["--trunk", "xca"], capsys)

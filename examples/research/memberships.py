@@ -13,7 +13,8 @@ configuration, one per seed, the means over these photographs are measured layer
   the next photograph, which agree by place alone;
 - *object*: adjusted mutual information of the strongest head with the outline, beside the next photograph's memberships;
 - *head*: how well each head's membership tells object from background, as the area under the ROC curve: 0.5 is chance, below
-  it the head follows the background. The head that is furthest from 0.5 on every other photograph is measured on the rest;
+  it the head follows the background. The head that is furthest from 0.5 on every other photograph is measured on the rest.
+  Beside it the same of the class token's attention, the mean over its heads;
 - *class*: the probability of the right class, also with the patches replaced by the mean color in which the head leads that
   leads in most of the object, and with as many random patches replaced. Not for models of other classes.
 
@@ -148,6 +149,8 @@ def measure(model: PreTrainedModel, pixels: torch.Tensor, objects: torch.Tensor,
     coverage = torch.nn.functional.adaptive_avg_pool2d(objects, trace.grid).flatten(1)
     is_object = coverage > 0.5
     metrics |= object_agreement(trace.memberships, is_object)
+    attention = head_areas(trace.class_attentions.mean(2, keepdim=True), is_object).mean((0, 2))
+    metrics |= {f"class attention, layer {layer}": area for layer, area in enumerate(attention.tolist())}
     if labels and set(labels) <= set(model.config.label2id):
         metrics |= class_evidence(model, pixels, trace.memberships, is_object, labels)
     return metrics
