@@ -39,7 +39,7 @@ from transformers import AutoConfig, AutoModelForImageClassification, ViTImagePr
 
 from tost_hf.files import EVALUATION
 from tost_hf.interpret import inspect_path
-from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES
+from tost_hf.model.configuration_tost_vision import ATTENTION_TYPES, ToSTVisionConfig
 
 
 MEMBERSHIPS_SUFFIX = "-memberships"  # of the pictures' folder, outside the model's, which is published
@@ -168,8 +168,10 @@ def main(arguments: list[str] | None = None) -> None:
     splits, names = script.load_images(model_args, data_args, args.seed, model_names=pretrained_names(model_args))
     labels, predictions = evaluate(args.images, args.output_dir, splits)
     section = class_section(labels, predictions, names, args.output_dir)
-    finish_card(args.output_dir, section)
-    if getattr(AutoConfig.from_pretrained(args.output_dir), "attention_type", None) == "tssa":
+    config = AutoConfig.from_pretrained(args.output_dir)
+    if config.model_type == ToSTVisionConfig.model_type:
+        finish_card(args.output_dir, section)
+    if getattr(config, "attention_type", None) == "tssa":
         example = splits["validation"][0]
         image = script.read_image(example["source"], example["image"])
         inspect_path(args.output_dir, image, f"{Path(args.output_dir)}{MEMBERSHIPS_SUFFIX}", overwrite=True)

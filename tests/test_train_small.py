@@ -186,3 +186,14 @@ def test_training_an_image_classifier(digit_folder, tmp_path, monkeypatch, capsy
         train_small_images.main([*command, "--no_such_argument", "1"])
 
     check_training_further(train_small_images, command, ["--trunk", "xca"], capsys)
+
+
+@pytest.mark.slow
+def test_training_a_vit(digit_folder, tmp_path, monkeypatch):
+    size = replace(train_small_images.SIZES["cpu"], width=64, heads=4, layers=1, image_size=16, batch=8, steps=4)
+    monkeypatch.setitem(train_small_images.SIZES, "cpu", size)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    command = ["--images", str(digit_folder), "--output_dir", str(tmp_path / "vit"), "--size", "cpu", "--trunk", "vit"]
+    train_small_images.main(command)
+    assert AutoConfig.from_pretrained(tmp_path / "vit").model_type == "vit"
+    assert 0 <= read_results(tmp_path / "vit")["Accuracy (top-1)"] <= 1
