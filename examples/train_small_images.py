@@ -15,8 +15,8 @@ trains on random crops and flips; a tenth of the training images is held out if 
 attention, or transformers' ViT, of about as many parameters. The weights are then stored in bfloat16 and evaluated on all
 held-out images, beside the most frequent class. The output folder has the model card, the training curves and the confusion
 matrix; OUTPUT_DIR-memberships has a page on TSSA's memberships for the first held-out image. An interrupted run resumes from
-its last checkpoint; `--model_name_or_path` trains a finished model further, with a lower `--learning_rate`. All other arguments
-are those of `run_image_classification.py`, such as `--cutmix 1`, and take precedence.
+its last checkpoint; `--model_name_or_path` trains a finished model further, with a lower `--learning_rate`. All other
+arguments are those of `run_image_classification.py`, such as `--cutmix 1`, and take precedence.
 """
 
 import argparse

@@ -28,15 +28,14 @@ import numpy as np
 import torch
 from datasets import load_dataset
 from observations import mutual_information
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 from registry import benchmark
-from run_image_classification import read_image
 from sklearn.metrics import adjusted_mutual_info_score, roc_auc_score
 from training import Results
 from transformers import AutoModelForImageClassification, PreTrainedModel, set_seed
 
 from tost_hf import ToSTForImageClassification
-from tost_hf.image_processing import make_image_processor
+from tost_hf.image_processing import make_image_processor, open_image
 from tost_hf.interpret import membership_maps, plots, trace_model
 
 
@@ -45,6 +44,7 @@ PHOTOS = ROOT / "examples" / "photos"
 MODELS = [str(ROOT / "model_cards" / "trained" / name) for name in ("tost-photos-3m", "tost-cifar10-3m")]
 MASKS = Path(__file__).with_name("object_masks.json")
 RANDOM_DRAWS = 10  # of patches that are replaced
+PICTURE_SIDE = 256  # pixels of a photograph of --picture, which the model sees at --image_size
 TASK = "photographs"
 
 
@@ -158,12 +158,9 @@ def measure(model: PreTrainedModel, pixels: torch.Tensor, objects: torch.Tensor,
 
 def draw_photos(model: PreTrainedModel, layer: int, side: int):
     """The figure of the photographs of examples/photos and the strongest heads of their patches."""
-    images = [read_image(file.stem, {"path": str(file)}) for file in sorted(PHOTOS.glob("*.jpg"))]
-    processor = make_image_processor(side)
-    pixels = processor(images, return_tensors="pt")["pixel_values"]
-    mean, std = (torch.tensor(x)[:, None, None] for x in (processor.image_mean, processor.image_std))
-    pictures = (pixels * std + mean).clamp(0, 1).permute(0, 2, 3, 1)
-    trace = trace_model(model, pixel_values=pixels)
+    images = [ImageOps.fit(open_image(file), (PICTURE_SIDE,) * 2) for file in sorted(PHOTOS.glob("*.jpg"))]
+    trace = trace_model(model, pixel_values=make_image_processor(side)(images, return_tensors="pt")["pixel_values"])
+    pictures = torch.stack([torch.from_numpy(np.array(image)) for image in images]) / 255
     return plots.plot_photographs(membership_maps(trace)[:, trace.layers.index(layer)], pictures)
 
 
