@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from byte_models import byte_tokenizer
-from datasets import ClassLabel, Dataset, Features, Value
-from transformers import Mamba2Config
+from datasets import ClassLabel, Dataset, Features, Image, Value
+from image_runs import NAMES, digit_pictures, tiny_vision_model
+from transformers import Mamba2Config, ViTConfig, ViTForImageClassification, pipeline
 
 
 BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
@@ -36,6 +37,7 @@ from records import ORIGIN_COLUMNS, RESULTS, VALUE_COLUMNS, markdown_table, read
 
 from tost_hf import ToSTConfig, ToSTForSequenceClassification  # noqa: E402
 from tost_hf.cache_files import state_bytes  # noqa: E402
+from tost_hf.image_processing import make_image_processor  # noqa: E402
 
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
@@ -307,6 +309,31 @@ def test_training_on_images(tmp_path):
     assert {(x["model"], x["metric"]) for x in records} == expected | {("ToST-tiny", "TSSA %")}
     assert all(float(x["value"]) > 0 for x in records)
     assert all(float(x["value"]) < 100 for x in records if x["metric"].endswith(" %"))
+
+
+def test_trained_classifiers_at_other_sizes(tmp_path):
+    """Their accuracy is that of their pipelines with images of the size, whatever the order of their classes."""
+    pictures = digit_pictures(30)
+    features = Features({"image": Image(), "label": ClassLabel(names=NAMES)})
+    examples = {"image": [picture for picture, _ in pictures], "label": [number for _, number in pictures]}
+    Dataset.from_dict(examples, features=features).to_parquet(tmp_path / "digits.parquet")
+    names = NAMES[::-1]
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    model = tiny_vision_model(**labels)
+    model.save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, **labels)).save_pretrained(tmp_path / "vit")
+    folders = ["--folders", tmp_path / "model", tmp_path / "vit", "--photographs", tmp_path / "digits.parquet"]
+    records = run("resolution", tmp_path, *folders, "--sizes", 16, 24, "--repeats", 1)
+    cases = {(x["model"], x["pixels"], x["tokens"]) for x in records}
+    assert cases == {(name, *size) for name in ("model", "vit") for size in (("16", "16"), ("24", "36"))}
+    accuracies = {(x["model"], x["pixels"]): float(x["value"]) for x in records if x["metric"] == "accuracy"}
+    for side in (16, 24):
+        classify = pipeline("image-classification", model=model.eval(), image_processor=make_image_processor(side))
+        guesses = [guess[0]["label"] for guess in classify([picture for picture, _ in pictures])]
+        is_correct = [guess == NAMES[number] for guess, (_, number) in zip(guesses, pictures)]
+        assert accuracies["model", str(side)] == pytest.approx(statistics.mean(is_correct))
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_photographs_and_their_outlines(photographs):
     outlines = json.loads(masks.read_text())
     outlines["masks"][1]["label"] = "red"
     masks.write_text(json.dumps(outlines))
-    with pytest.raises(ValueError, match="Photograph 1 of .* is 'green'; masks.json outlines 'red'"):
+    with pytest.raises(ValueError, match=r"Photograph 1 of .* is 'green'; masks\.json outlines 'red'"):
         memberships.load_photographs(str(file), masks, 16)
 
 
@@ -116,8 +116,9 @@ def test_measurements_of_a_model(tmp_path, photographs):
     save_image_processor(config, tmp_path / "model")
     picture, results = tmp_path / "picture.png", tmp_path / "results"
     file, masks = photographs
-    command = ["--photographs", str(file), "--masks", str(masks), "--models", str(tmp_path / "model"), "--image_size", "16"]
-    runner.main(["memberships", *command, "--seeds", "0", "--picture", str(picture), "--layer", "1", "--results", str(results)])
+    command = ["memberships", "--photographs", str(file), "--masks", str(masks), "--models", str(tmp_path / "model")]
+    command += ["--image_size", "16", "--seeds", "0", "--picture", str(picture), "--layer", "1"]
+    runner.main([*command, "--results", str(results)])
     with Image.open(picture) as image:
         assert image.width == 1280 and image.height > 800
     records = read_records(results / "memberships.csv")
