@@ -105,6 +105,7 @@ def test_evidence_of_the_class():
     assert metrics["class, without the head's patches, layer 0"] == pytest.approx(0.5)
     assert metrics["class, replaced patches, layer 0"] == 0.25
     assert 0.6 < metrics["class, without random patches, layer 0"] < 0.99
+    assert 0 <= metrics["class, standard error of the difference, layer 0"] < 0.2
     assert replaced == {0, 0.25}
 
 
@@ -128,7 +129,7 @@ def test_measurements_of_a_model(tmp_path, photographs):
     names += ["object, own", "object, another photograph's", "chosen head"]
     names.append("class attention")
     shared += [f"{name}, layer {layer}" for name in names for layer in (0, 1)]
-    evidence = ("without the head's patches", "without random patches", "replaced patches")
+    evidence = ("without the head's patches", "without random patches", "standard error of the difference", "replaced patches")
     own = ["class, whole photograph", *(f"class, {name}, layer {layer}" for name in evidence for layer in (0, 1))]
     assert set(values) == {(model, name) for model in ("model", "untrained") for name in shared} | {("model", x) for x in own}
     assert all(record["context"] == "16" and record["batch"] == "4" for record in records)

@@ -123,22 +123,28 @@ def class_evidence(model: PreTrainedModel, pixels: torch.Tensor, memberships: to
     rows = pixels.shape[-2] // model.config.patch_size
     generator = torch.Generator().manual_seed(0)
 
-    def probability(replaced: torch.Tensor) -> float:  # (B, T)
+    def probability(replaced: torch.Tensor) -> torch.Tensor:  # (B, T) to (B,)
         mask = replaced.unflatten(-1, (rows, -1))[:, None].float()
         mask = torch.nn.functional.interpolate(mask, size=pixels.shape[-2:])
         logits = model(pixel_values=pixels * (1 - mask)).logits  # 0 is the mean color
-        return float(logits.softmax(-1).gather(1, targets[:, None]).mean())
+        return logits.double().softmax(-1).gather(1, targets[:, None])[:, 0]
 
-    metrics = {"class, whole photograph": probability(torch.zeros_like(is_object))}
+    metrics = {"class, whole photograph": float(probability(torch.zeros_like(is_object)).mean())}
     for layer in range(memberships.shape[1]):
         strongest = memberships[:, layer].argmax(1)  # (B, T)
         counts = torch.nn.functional.one_hot(strongest, memberships.shape[2]) * is_object[..., None]
         replaced = strongest == counts.sum(1).argmax(-1, keepdim=True)
-        metrics[f"class, without the head's patches, layer {layer}"] = probability(replaced)
-        metrics[f"class, replaced patches, layer {layer}"] = float(replaced.double().mean())
         orders = [torch.rand(replaced.shape, generator=generator).argsort(-1) for _ in range(RANDOM_DRAWS)]
-        draws = [probability(replaced.gather(1, order)) for order in orders]
-        metrics[f"class, without random patches, layer {layer}"] = sum(draws) / len(draws)
+        without_random = torch.stack([probability(replaced.gather(1, order)) for order in orders]).mean(0)
+        without_head = probability(replaced)
+        standard_error = (without_random - without_head).std() / len(pixels) ** 0.5
+        values = {
+            "without the head's patches": without_head.mean(),
+            "without random patches": without_random.mean(),
+            "standard error of the difference": standard_error,
+            "replaced patches": replaced.double().mean(),
+        }
+        metrics |= {f"class, {name}, layer {layer}": float(value) for name, value in values.items()}
     return metrics
 
 
