@@ -174,9 +174,9 @@ def add_arguments(parser) -> None:
     parser.add_argument("--photographs", required=True, metavar="FILE", help="Imagenette's validation split, a parquet file")
     parser.add_argument("--masks", type=Path, default=MASKS, help="a JSON file of outlines")
     parser.add_argument("--models", nargs="+", default=MODELS, help="folders of vision models with TSSA")
-    parser.add_argument("--image_size", type=int, default=128, help="side in pixels to which the photographs are resized")
+    parser.add_argument("--image_size", type=int, default=96, help="side in pixels to which the photographs are resized")
     parser.add_argument("--picture", type=Path, help="a PNG file for a plot of the strongest heads of examples/photos")
-    parser.add_argument("--layer", type=int, default=3, help="the layer of the picture")
+    parser.add_argument("--layer", type=int, default=2, help="the layer of the picture")
 
 
 @benchmark("memberships", __doc__, add_arguments, trains=True, file="memberships")
@@ -196,4 +196,4 @@ def run(args, results: Results) -> None:
         results.add(metrics, task=TASK, model=name, network=model, steps=None, batch=len(pixels), context=patches, seed=seed)
     results.print_means()
     if args.picture is not None:
-        draw_photos(first, args.layer, args.image_size).savefig(args.picture)
+        draw_photos(first, args.layer, args.image_size).savefig(args.picture, dpi=130)
