@@ -196,4 +196,4 @@ def run(args, results: Results) -> None:
         results.add(metrics, task=TASK, model=name, network=model, steps=None, batch=len(pixels), context=patches, seed=seed)
     results.print_means()
     if args.picture is not None:
-        draw_photos(first, args.layer, args.image_size).savefig(args.picture, dpi=130)
+        draw_photos(first, args.layer, args.image_size).savefig(args.picture, dpi=100)
