@@ -152,7 +152,8 @@ def command_line(args: argparse.Namespace, size, options: dict[str, object]) -> 
 
 def make_parser(description: str | None, output_dir: str, sizes: dict) -> argparse.ArgumentParser:
     """A parser with the arguments of both scripts."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=formatter, allow_abbrev=False)
     parser.add_argument("--output_dir", default=output_dir, help="the folder of the trained model")
     parser.add_argument("--size", choices=sizes, default="gpu" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, help="optimizer steps; default: those of the size")

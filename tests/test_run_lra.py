@@ -141,9 +141,9 @@ def test_parameter_counts_of_the_page():
 def test_training_on_the_tasks(tmp_path, lra_args, task, attention):
     """One of them with the options beyond the paper."""
     options = ",is_causal=true,decay_type=token,conv_kernel=4" if task == "text" else ""
-    run_lra.main(lra_args(task, attention=attention, config_overrides=TINY + options))
+    run_lra.main(lra_args(task, attention=attention, config_overrides=TINY + options, max_steps=3))
     out = tmp_path / "out"
-    assert len(losses(out)) == 2
+    assert len(losses(out)) == 3
     metrics = json.loads((out / "all_results.json").read_text())
     assert {"eval_accuracy", "test_accuracy", "train_loss"} <= set(metrics) and metrics["test_samples"] == 4
     (result,) = json.loads((out / "evaluation.json").read_text())["results"]

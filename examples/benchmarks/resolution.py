@@ -151,12 +151,9 @@ def report_trained(sides, args, report: Report) -> None:
         interpolates = isinstance(model, ViTForImageClassification)
         options = {"interpolate_pos_encoding": True} if interpolates else {}
         models[Path(folder).name] = model, functools.partial(model, **options)
-    photographs, columns = (
-        load_dataset("parquet", data_files=args.photographs, split="train"),
-        DataTrainingArguments(args.photographs),
-    )
-    names = label_names(next(iter(models.values()))[0].config)
-    data = match_labels(photographs, "validation", names, columns)
+    photographs = load_dataset("parquet", data_files=args.photographs, split="train")
+    names = label_names(model.config)  # of the last one; all have the same
+    data = match_labels(photographs, "validation", names, DataTrainingArguments(args.photographs))
     labels = torch.tensor(data["label"][:])
     for side in sides:
         images = EvaluationImages(data, make_image_processor(side))
