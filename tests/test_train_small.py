@@ -128,7 +128,7 @@ def test_training_a_language_model(tmp_path, monkeypatch, capsys, model):
     for split in ("train", "validation", "test"):
         documents = [f"{split} {i}: the night was dark and the man was old. " * 40 for i in range(4)]
         Dataset.from_dict({"text": documents}).to_parquet(books / f"{split}.parquet")
-    monkeypatch.setitem(train_small.SIZES, "cpu", train_small.Size(64, 4, 2, 300, 128, 2, 2, 1e-3))
+    monkeypatch.setitem(train_small.SIZES, "cpu", train_small.Size(64, 4, 2, 300, 128, 2, 3, 1e-3))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     output = tmp_path / "model"
     command = ["--text", str(books), "--output_dir", str(output), "--model", model, "--size", "cpu"]
