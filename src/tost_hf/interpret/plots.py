@@ -173,11 +173,10 @@ def _show_strongest_heads(axis: Any, values: torch.Tensor, picture: torch.Tensor
 def _add_head_legend(figure: "Figure", heads: int) -> None:
     from matplotlib.patches import Patch
 
-    patches = []
-    for head in range(heads):
-        color, mark = head_style(head)
-        style = {"facecolor": color, "hatch": HATCHES[mark], "edgecolor": "#333", "linewidth": 0.5}
-        patches.append(Patch(**style, label=f"head {head}"))
+    patches = [
+        Patch(facecolor=color, hatch=HATCHES[mark], edgecolor="#333", linewidth=0.5, label=f"head {head}")
+        for head, (color, mark) in enumerate(map(head_style, range(heads)))
+    ]
     figure.legend(handles=patches, loc="outside lower center", ncols=min(heads, 6), fontsize=8, frameon=False)
 
 
