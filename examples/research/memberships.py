@@ -52,8 +52,7 @@ def load_photographs(file: str, masks: Path, side: int) -> tuple[torch.Tensor, t
     """Photographs with outlines.
 
     Returns:
-        `pixel_values` (B, 3, side, side); the fraction of each pixel of `size` x `size` that is of the object, (B, 1, size,
-        size); the labels.
+        `pixel_values` (B, 3, side, side); the masks of the objects (B, 1, size, size), of the outlines' size; the labels.
 
     Raises:
         ValueError: a photograph has another label than the one that was outlined.
@@ -68,13 +67,18 @@ def load_photographs(file: str, masks: Path, side: int) -> tuple[torch.Tensor, t
             raise ValueError(
                 f"Photograph {outline['index']} of {file} is {label!r}; {masks.name} outlines {outline['label']!r}."
             )
-        mask = Image.new("L", (outlines["size"],) * 2)
-        for polygon in outline["polygons"]:
-            ImageDraw.Draw(mask).polygon([tuple(corner) for corner in polygon], fill=1)
         images.append(example["image"].convert("RGB"))
-        objects.append(torch.from_numpy(np.array(mask, dtype=np.float64))[None])
+        objects.append(draw_mask(outline["polygons"], outlines["size"]))
         labels.append(label)
     return make_image_processor(side)(images, return_tensors="pt")["pixel_values"], torch.stack(objects), labels
+
+
+def draw_mask(polygons: list, size: int) -> torch.Tensor:
+    """The pixels of outlined polygons as (1, size, size): 1 of the object, 0 of the background."""
+    mask = Image.new("L", (size, size))
+    for polygon in polygons:
+        ImageDraw.Draw(mask).polygon([tuple(corner) for corner in polygon], fill=1)
+    return torch.from_numpy(np.array(mask, dtype=np.float64))[None]
 
 
 def object_agreement(memberships: torch.Tensor, is_object: torch.Tensor) -> dict[str, float]:
