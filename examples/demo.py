@@ -58,7 +58,6 @@ def train(files: tuple[Path, Path], output_dir: str, steps: int) -> None:
     """Trains the model; the script prints the loss on the modules held out, before and after."""
     run_clm(
         model_name_or_path=PRETRAINED,
-        dtype="float32",
         train_file=files[0],
         validation_file=files[1],
         block_size=256,
@@ -78,7 +77,7 @@ def train(files: tuple[Path, Path], output_dir: str, steps: int) -> None:
 
 def continue_prompt(folder: str | Path) -> str:
     """The prompt with a sampled continuation."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     inputs = tokenizer(PROMPT, return_tensors="pt")

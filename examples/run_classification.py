@@ -1,7 +1,7 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Trains or fine-tunes a text classifier: transformers' run_classification, with ToST's presets, for texts of any length.
 
-    python examples/run_classification.py --model_name_or_path model_cards/trained/tost-imdb-2m --dtype float32 \
+    python examples/run_classification.py --model_name_or_path model_cards/trained/tost-imdb-2m \
         --train_file documents.csv --do_train --do_eval --output_dir my-classifier    # a small model, on a CPU
     python examples/run_classification.py --config_name tost-plus-base --config_overrides pooling=mean \
         --tokenizer_vocab_size 8192 --dataset_name stanfordnlp/imdb --do_train --do_eval --output_dir my-classifier

@@ -94,7 +94,7 @@ class ModelArguments(HubArguments):
     )
     save_dtype: str | None = HfArg(
         default=None,
-        help="The dtype in which the trained weights are stored and evaluated; checkpoints keep that of training.",
+        help="The dtype to which the trained weights are rounded in their file; they load in that of training.",
         metadata={"choices": ["bfloat16", "float16"]},
     )
 

@@ -346,11 +346,11 @@ def train(trainer: Trainer, model_args, data_args, num_samples: int | None) -> s
 
 
 def store_in_dtype(model: PreTrainedModel, folder: str, dtype: str) -> None:
-    """Stores a saved model's weights in another dtype, to which `model` gets rounded."""
+    """Stores a saved model's weights in another dtype, to which `model` gets rounded; they load in that of config.json."""
     stored = type(model).from_pretrained(folder, dtype=dtype)  # keeps float32 where the model needs it
     with tempfile.TemporaryDirectory(dir=folder) as staging:
         stored.save_pretrained(staging)
-        for file in Path(staging).iterdir():
+        for file in Path(staging).glob("*.safetensors*"):
             os.replace(file, Path(folder, file.name))
     model.load_state_dict(stored.state_dict())
 
