@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Trains or fine-tunes a text classifier: transformers' run_classification, with ToST's presets, for texts of any length.
+"""Trains a text classifier: transformers' run_classification plus texts of any length, resuming, a confusion matrix, a card.
 
     python examples/run_classification.py --model_name_or_path model_cards/trained/tost-imdb-2m \
         --train_file documents.csv --do_train --do_eval --output_dir my-classifier    # a small model, on a CPU

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Trains or fine-tunes a causal language model on text: transformers' run_clm, with ToST's presets and the authors' AdamW.
+"""Trains a language model: minimal_clm.py plus every option, exact resuming, streams, several processes, curves and a card.
 
     python examples/run_clm.py examples/recipes/text_pretraining.yaml --config_name tost-base --tokenizer_name gpt2 \
         --dataset_name Skylion007/openwebtext --do_train --do_eval --output_dir my-tost

@@ -1,5 +1,5 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Trains or fine-tunes an image classifier: transformers' run_image_classification, with ToST's presets and recipes.
+"""Trains an image classifier: transformers' run_image_classification plus recipes, distillation, EMA weights and a card.
 
     python examples/run_image_classification.py examples/recipes/image_pretraining.yaml \
         --config_name tost-vision-small-patch16 --config_overrides drop_path_rate=0.05 --dataset_name ILSVRC/imagenet-1k \
