@@ -108,7 +108,7 @@ def labeled_folder(tmp_path):
 def test_sizes_on_the_page_of_presets(preset):
     name = preset.removesuffix("-patch16")
     pattern = rf"\| {name} \| (\d+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \|(?: ([\d,]+) \|)?"
-    sizes = re.findall(pattern, (ROOT / "examples/guides/presets.md").read_text())
+    sizes = re.findall(pattern, (ROOT / "examples/guides/models.md").read_text())
     if preset in PRESETS:
         config, model_class = tost_hf.ToSTConfig.from_preset(preset), tost_hf.ToSTForCausalLM
         state = state_bytes(config).saved

@@ -207,10 +207,10 @@ def test_lora(folders, engine, tmp_path):
 
 def test_code_of_the_guide(monkeypatch):
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "examples/guides/serving.md").read_text()
+    page = (ROOT / "examples/guides/generation.md").read_text()
     namespace = {"__name__": "__main__"}
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(block, namespace)
+    (block,) = re.findall(r"```python\n(from vllm .*?)```", page, re.DOTALL)
+    exec(block, namespace)
     prompts = [list(output.prompt_token_ids) for output in namespace["outputs"]]
     model = ToSTForCausalLM.from_pretrained("model_cards/trained/tost-books-3m", dtype=torch.float32)
     expected = generate_reference(model, prompts, max_new_tokens=8)
