@@ -311,7 +311,7 @@ def test_published_card(bare_folder):
 
     with pytest.raises(ValueError, match="--license"):
         publish_card()
-    loading = '("me/other", revision="v1", trust_remote_code=True)'
+    loading = '"me/other", revision="v1", trust_remote_code=True'
     assert publish_card("mit").data.license == "mit" and loading in publish_card("mit").text
     for license in (None, "mit"):
         card = build_card(bare_folder, license=license)  # as a training script does, which adds a section and metadata
@@ -321,7 +321,7 @@ def test_published_card(bare_folder):
         assert card.data.license == "mit" and card.data["datasets"] == ["me/data"]
         assert card.text.endswith("## Accuracy by class\n") and loading in card.text and "\n# other\n" in card.text
     save_card(build_card(bare_folder, repo_id="me/other", revision="v0", license="mit"), path)
-    assert publish_card().text.count('("me/other", revision="v1"') == 2 and "v0" not in publish_card().text
+    assert publish_card().text.count('"me/other", revision="v1"') == 2 and "v0" not in publish_card().text
     path.write_text("---\nlibrary_name: transformers\n---\n# Mine\n")
     card = publish_card("mit")
     assert card.data.license == "mit" and card.text.strip() == "# Mine"

@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 
 def test_completions_and_chat(tmp_path):
     """The request of the guide, sampled as the trained model's generation_config.json says, and greedy ones."""
-    example = json.loads(re.search("curl .*--json '(.*?)'", (ROOT / "examples/guides/generation.md").read_text(), re.DOTALL)[1])
+    guide = (ROOT / "examples/guides/generation.md").read_text()
+    example = json.loads(re.search("curl .*--json '(.*?)'", guide, re.DOTALL)[1])
     tokenizer = AutoTokenizer.from_pretrained(ROOT / example["model"])
     tokens = tokenizer(example["prompt"], return_tensors="pt").input_ids
     model = AutoModelForCausalLM.from_pretrained(ROOT / example["model"])

@@ -112,9 +112,9 @@ def complete_card(folder: Path, repo_id: str, *, license: str | None = None, rev
         text = str(card)
     name = folder.resolve().name  # of the card's title and in its examples
     text = text.replace(f"\n# {name}\n", f"\n# {repo_id.rpartition('/')[2]}\n", 1)
-    loading = rf'from_pretrained\((?:{re.escape(json.dumps(name))}|{re.escape(json.dumps(repo_id))})(, revision="[^"]*")?'
+    loading = rf'from_pretrained\((\s*)(?:{re.escape(json.dumps(name))}|{re.escape(json.dumps(repo_id))})(, revision="[^"]*")?'
     pin = f", revision={json.dumps(revision)}" if revision else None  # or as it is
-    return re.sub(loading, lambda match: f"from_pretrained({json.dumps(repo_id)}{pin or match[1] or ''}", text)
+    return re.sub(loading, lambda match: f"from_pretrained({match[1]}{json.dumps(repo_id)}{pin or match[2] or ''}", text)
 
 
 def check_card(path: Path, license: str | None = None) -> ModelCard:

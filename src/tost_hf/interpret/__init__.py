@@ -8,8 +8,8 @@ float64:
 >>> from tost_hf.interpret import compression_terms, membership_maps, trace_model
 
 >>> trace = trace_model(model, pixel_values=pixel_values)
->>> membership_maps(trace)  # (B, L, H, rows, columns): membership of each patch in each head
->>> compression_terms(trace).variational  # (B, L): the objective that each layer descends
+>>> membership_maps(trace)  # (B, L, H, rows, columns), of each patch in each head
+>>> compression_terms(trace).variational  # (B, L): what each layer lowers
 ```
 
 `inspect_model` and `inspect_path` compute all of it for one image or text, and write plots and a table of the layers.
@@ -18,8 +18,10 @@ The functions of `tost_hf.interpret.plots` return single plots as matplotlib fig
 ```python
 >>> from tost_hf.interpret.plots import plot_membership_maps
 
->>> picture = image.resize((224, 224))  # as the model sees it, (height, width, 3) from 0 to 1
->>> plot_membership_maps(membership_maps(trace)[0], torch.tensor(numpy.array(picture)) / 255, trace.layers).savefig("maps.png")
+>>> picture = image.resize((224, 224))  # as the model sees it
+>>> pixels = torch.tensor(numpy.array(picture)) / 255  # (height, width, 3)
+>>> figure = plot_membership_maps(membership_maps(trace)[0], pixels, trace.layers)
+>>> figure.savefig("maps.png")
 ```
 """
 

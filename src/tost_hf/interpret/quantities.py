@@ -101,7 +101,7 @@ def token_decay(trace: ModelTrace) -> torch.Tensor:
     """The decay of each head's sums at each token, before the token is added: (B, L, H, T), 0 to 1; 1 at padding.
 
     ```python
-    token_decay(trace)[0, 0].argmin(-1)  # the token with the strongest decay for each head of layer 0
+    token_decay(trace)[0, 0].argmin(-1)  # of strongest decay, for each head of layer 0
     ```
 
     Raises:
@@ -176,7 +176,7 @@ def compression_terms(trace: ModelTrace, normalization: str = "tokens") -> Compr
 
     ```python
     variational, coding_rate = compression_terms(trace)
-    (variational - coding_rate).mean(0)  # (L,): how far the bound lies above the coding rate, layer by layer
+    (variational - coding_rate).mean(0)  # (L,): how loose the bound is, by layer
     ```
     """
     if normalization not in NORMALIZATIONS:
@@ -205,7 +205,7 @@ def subspace_gram(model: nn.Module, layer: int) -> torch.Tensor:
     in the model, from 0.
 
     ```python
-    gram = subspace_gram(model, 0)  # gram[:p, p : 2 * p]: |cosine| of each column of head 0 and of head 1
+    gram = subspace_gram(model, 0)  # gram[:p, p : 2 * p]: |cosine|, heads 0 and 1
     ```
 
     Raises:
@@ -240,7 +240,7 @@ def membership_clusters_score(model: "PreTrainedModel", pixel_values: torch.Tens
 
     ```python
     scores = membership_clusters_score(model, pixel_values)
-    (scores.score - scores.other_image).mean(0)  # (L,): what the image explains beyond the position
+    (scores.score - scores.other_image).mean(0)  # (L,): beyond the position
     ```
 
     Args:

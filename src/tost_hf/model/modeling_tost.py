@@ -665,7 +665,8 @@ class ToSTForSequenceClassification(ToSTPreTrainedModel):
     Example:
 
     ```python
-    >>> model = ToSTForSequenceClassification(ToSTConfig(hidden_size=32, num_attention_heads=4, num_labels=3))
+    >>> config = ToSTConfig(hidden_size=32, num_attention_heads=4, num_labels=3)
+    >>> model = ToSTForSequenceClassification(config)
     >>> tokens, labels = torch.tensor([[5, 6, 7]]), torch.tensor([2])
     >>> model(tokens, labels=labels).loss.backward()
     ```
@@ -747,7 +748,8 @@ class ToSTForMaskedLM(ToSTPreTrainedModel):
     Example:
 
     ```python
-    >>> model = ToSTForMaskedLM(ToSTConfig(hidden_size=32, num_attention_heads=4, is_causal=False))
+    >>> config = ToSTConfig(hidden_size=32, num_attention_heads=4, is_causal=False)
+    >>> model = ToSTForMaskedLM(config)
     >>> tokens, labels = torch.tensor([[5, 99, 7]]), torch.tensor([[-100, 6, -100]])
     >>> model(tokens, labels=labels).loss.backward()
     ```
@@ -805,7 +807,8 @@ class ToSTForTokenClassification(ToSTPreTrainedModel):
     Example:
 
     ```python
-    >>> model = ToSTForTokenClassification(ToSTConfig(hidden_size=32, num_attention_heads=4, num_labels=3))
+    >>> config = ToSTConfig(hidden_size=32, num_attention_heads=4, num_labels=3)
+    >>> model = ToSTForTokenClassification(config)
     >>> model(torch.tensor([[5, 6, 7]])).logits.shape
     torch.Size([1, 3, 3])
     ```

@@ -299,7 +299,8 @@ class ToSTVisionPreTrainedModel(ToSTBaseModel):
     Example:
 
     ```python
-    >>> isinstance(ToSTVisionModel(ToSTVisionConfig(hidden_size=32, num_attention_heads=4)), ToSTVisionPreTrainedModel)
+    >>> model = ToSTVisionModel(ToSTVisionConfig(hidden_size=32, num_attention_heads=4))
+    >>> isinstance(model, ToSTVisionPreTrainedModel)
     True
     ```
     """
@@ -401,7 +402,8 @@ class ToSTForImageClassification(ToSTVisionPreTrainedModel):
     Example:
 
     ```python
-    >>> model = ToSTForImageClassification(ToSTVisionConfig(hidden_size=32, num_attention_heads=4, num_labels=5))
+    >>> config = ToSTVisionConfig(hidden_size=32, num_attention_heads=4, num_labels=5)
+    >>> model = ToSTForImageClassification(config)
     >>> images, labels = torch.randn(2, 3, 224, 224), torch.tensor([0, 4])
     >>> model(images, labels=labels).logits.shape
     torch.Size([2, 5])
@@ -451,7 +453,8 @@ class ToSTBackbone(BackboneMixin, ToSTVisionPreTrainedModel):
     Example:
 
     ```python
-    >>> backbone = ToSTBackbone(ToSTVisionConfig(hidden_size=32, num_attention_heads=4, out_indices=[1, 2]))
+    >>> config = ToSTVisionConfig(hidden_size=32, num_attention_heads=4, out_indices=[1, 2])
+    >>> backbone = ToSTBackbone(config)
     >>> [tuple(x.shape) for x in backbone(torch.randn(1, 3, 64, 96)).feature_maps]
     [(1, 32, 4, 6), (1, 32, 4, 6)]
     ```

@@ -77,7 +77,8 @@ def tssa(
 ) -> TSSAOutput:
     """Token Statistics Self-Attention of projected tokens (paper, section 3; causal form of the authors' code).
 
-        output = -w Pi / (1 + N / D),  N = sum Pi w^2,  D = sum Pi,  Pi = softmax_heads(temp (sum_i w_i^2 / S_i + p bias))
+        output = -w Pi / (1 + N / D),  N = sum Pi w^2,  D = sum Pi,
+        Pi = softmax_heads(temp (sum_i w_i^2 / S_i + p bias))
 
     with S = sum w^2; the sums are over the tokens so far (causal) or over all (bidirectional).
 

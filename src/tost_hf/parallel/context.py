@@ -85,7 +85,7 @@ def parallelize(model: Model, device_mesh: DeviceMesh) -> Model:
     ```python
     >>> mesh = torch.distributed.init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
     >>> model = parallelize(model, mesh["cp"])
-    >>> model(input_ids, labels=input_ids).loss.backward()  # the full batch in every process
+    >>> model(input_ids, labels=input_ids).loss.backward()  # the full batch everywhere
     ```
     """
     if not isinstance(model, ToSTModel | ToSTForCausalLM):

@@ -115,7 +115,7 @@ class ToSTTrainingArguments(BaseTrainingArguments):
     ```python
     >>> from tost_hf import ToSTTrainingArguments
 
-    >>> args = ToSTTrainingArguments("out", max_steps=1000, warmup_steps=100, lr_scheduler_type="cosine")
+    >>> args = ToSTTrainingArguments("out", max_steps=1000, lr_scheduler_type="cosine")
     >>> args.learning_rate, args.weight_decay, args.adam_beta2
     (0.0006, 0.1, 0.95)
     ```
@@ -169,7 +169,7 @@ class ToSTVisionTrainingArguments(BaseTrainingArguments):
     ```python
     >>> from tost_hf import ToSTVisionTrainingArguments
 
-    >>> args = ToSTVisionTrainingArguments("out", learning_rate=1e-4, rand_augment_operations=2)
+    >>> args = ToSTVisionTrainingArguments("out", rand_augment_operations=2)
     >>> args.rand_augment_magnitude, args.mixup
     (14.0, 0.0)
     ```

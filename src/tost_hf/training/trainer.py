@@ -63,7 +63,8 @@ class ToSTTrainer(Trainer):
     >>> from tost_hf import ToSTConfig, ToSTForCausalLM, ToSTTrainer, ToSTTrainingArguments
 
     >>> model = ToSTForCausalLM(ToSTConfig.from_preset("tost-base"))
-    >>> trainer = ToSTTrainer(model, ToSTTrainingArguments("out", max_steps=100), train_dataset=dataset)
+    >>> args = ToSTTrainingArguments("out", max_steps=100)
+    >>> trainer = ToSTTrainer(model, args, train_dataset=dataset)
     >>> trainer.train()
     ```
     """

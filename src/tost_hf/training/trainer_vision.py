@@ -76,7 +76,7 @@ class ToSTVisionTrainer(ToSTTrainer):
 
     ```python
     >>> args = ToSTVisionTrainingArguments("out", ema_decay=0.999)
-    >>> trainer = ToSTVisionTrainer(model, args, train_dataset=images, eval_dataset=validation_images)
+    >>> trainer = ToSTVisionTrainer(model, args, train_dataset=images, eval_dataset=others)
     >>> trainer.train()
     >>> trainer.save_model()  # and the EMA weights in out/ema
     ```
