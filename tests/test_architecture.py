@@ -62,6 +62,8 @@ def test_every_package_has_a_layer():
 
 def test_contributing_names_every_module():
     page = (SOURCE.parents[1] / ".github" / "CONTRIBUTING.md").read_text()
+    diagram = page.partition("```text\n")[2].partition("```")[0].replace("└─", "").splitlines()
+    assert [set(line.split()) for line in diagram] == [set(layer) for layer in reversed(LAYERS)]
     assert [path.name for path in MODULES.values() if path.name != "__init__.py" and path.name not in page] == []
 
 
