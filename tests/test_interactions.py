@@ -1,19 +1,15 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
-"""Measurements of two studies: local versus global interactions, and the tightness of the bound in training."""
+"""The data of a study: local versus global interactions."""
 
 import math
 
 import numpy as np
 import pytest
-import test_experiments
+import test_experiments  # noqa: F401  adds the folder of the study to sys.path
 import torch
-from test_experiments import TOY, run, write_text
 
 
-import interactions  # isort: skip  (test_experiments adds its folder to sys.path)
-
-
-images = test_experiments.images  # a fixture
+import interactions  # isort: skip
 
 
 @pytest.mark.parametrize("percent", interactions.LOCAL_PERCENTAGES)
@@ -64,28 +60,3 @@ def test_patches_are_shuffled_within_squares(side):
     assert patch_sets(shuffled) == patch_sets(pixels)
     if side > 1:
         assert not torch.equal(shuffled[0] - pixels[0], shuffled[1] - pixels[1])  # each image is shuffled differently
-
-
-def test_interactions_run(tmp_path, images, monkeypatch):
-    monkeypatch.setattr(interactions, "LOCAL_PERCENTAGES", (50,))
-    monkeypatch.setattr(interactions, "WORD_WINDOWS", (1, 4))
-    data = ["--images", str(images), "--text", str(write_text(tmp_path / "text")), "--test_texts", "2"]
-    arguments = [*TOY, "--seeds", "0", *data]
-    records = run("interactions", tmp_path, *arguments)
-    tasks = {"synthetic, 50 % local", "text", "images"}
-    assert {x["task"] for x in records} == tasks and {x["seed"] for x in records} == {"0"}
-    metrics = {task: {x["metric"] for x in records if x["task"] == task} - {"learning_rate"} for task in tasks}
-    assert metrics["images"] == {f"accuracy, window {side}" for side in (1, 2)}
-    assert metrics["text"] == {f"loss, window {window}" for window in interactions.WORD_WINDOWS}
-    assert run("interactions", tmp_path, *arguments) == records  # nothing is measured twice
-
-
-def test_tightness_runs(tmp_path, images):
-    data = ["--images", str(images), "--text", str(write_text(tmp_path / "text")), "--test_images", "3", "--test_texts", "2"]
-    records = run("tightness", tmp_path, *TOY, "--seeds", "0", *data, "--every", "1")
-    records = [x for x in records if x["metric"] != "learning_rate"]
-    assert len(records) == 2 * 3 * 2 * 4  # tasks, steps, normalizations, layers
-    assert all(float(x["value"]) >= 1 - 1e-9 for x in records)  # ratio of the upper bound to the coding rate
-    values = {(x["task"], x["seed"], x["metric"]): x["value"] for x in records}
-    assert len(values) == len(records)
-    assert values["text", "0", "step 0, unit tokens, layer 0"] != values["text", "0", "step 2, unit tokens, layer 0"]
