@@ -147,7 +147,6 @@ def folders(tmp_path) -> dict[str, Path]:
 
 
 RUNS = [  # a benchmark, its arguments at toy size, the number of its records, and whether it takes long
-    ("first_use", "", 8, True),
     ("op", "--variants triton numba reference sdpa", 24, False),  # triton is not available
     ("op", "--memory --shape 1 64 4 64 --variants numba", 4, True),
     ("options", "", 40, True),

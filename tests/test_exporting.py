@@ -63,7 +63,7 @@ def assert_same_text(source: Path, folder: Path, prompt: str = "To be") -> None:
         ("published", "float32"),
         pytest.param("decay", "float32", marks=pytest.mark.slow),
         pytest.param("hybrid", "float32", marks=pytest.mark.slow),
-        ("window", "float32"),
+        pytest.param("window", "float32", marks=pytest.mark.slow),
         pytest.param("mixed", "float32", marks=pytest.mark.slow),
         pytest.param("decay", "float16", marks=pytest.mark.slow),
     ],
@@ -124,13 +124,14 @@ def test_sampling(monkeypatch):
     np.testing.assert_allclose(counts / 4000, expected, atol=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "processor_file, changes, mode",
     [
         ("processor_config.json", {"problem_type": "multi_label_classification"}, "RGB"),
-        pytest.param("preprocessor_config.json", {}, "L", marks=pytest.mark.slow),
-        pytest.param("", {"id2label": {0: "птица"}}, "P", marks=pytest.mark.slow),  # one output
-        pytest.param("", {"problem_type": "regression", "num_channels": 1}, "RGB", marks=pytest.mark.slow),
+        ("preprocessor_config.json", {}, "L"),
+        ("", {"id2label": {0: "птица"}}, "P"),  # one output
+        ("", {"problem_type": "regression", "num_channels": 1}, "RGB"),
     ],
 )
 def test_image_classifiers(tmp_path, processor_file, changes, mode):

@@ -63,19 +63,18 @@ def test_one_head_and_one_layer_of_a_backbone(tmp_path, photo):
     assert " - |" in check_files(files, tmp_path / "out") and tmp_path / "out/class_attention.png" not in files
 
 
-@pytest.mark.parametrize("decay_type", ["none", "token"])
-def test_text(decay_type, tokenizer, tmp_path):
+def test_text(tokenizer, tmp_path):
     """A hybrid inspects a string and a file, of which it shows the first tokens."""
     config = tost_hf.ToSTConfig.from_preset(
         "tost-hybrid-base",
-        **{"vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 4, "decay_type": decay_type},
+        **{"vocab_size": 300, "hidden_size": 48, "num_hidden_layers": 4, "decay_type": "token"},
         **dict.fromkeys(("bos_token_id", "eos_token_id")),
         max_position_embeddings=64,
     )
     model, out = randomize(tost_hf.ToSTForCausalLM(config)).eval(), tmp_path / "out"
     files = interpret.inspect_model(model, tokenizer, "What was it that we forgot?", out)
     table = check_files(files, out)
-    assert (out / "decay.png" in files) == (decay_type != "none") and "3 TSSA layers of 12 heads" in table
+    assert out / "decay.png" in files and "3 TSSA layers of 12 heads" in table
     assert "layers 3 (softmax attention)" in table
     assert [line.split("|")[1].strip() for line in table.splitlines()[-3:]] == ["0", "1", "2"]
     (tmp_path / "text.txt").write_text(text := "the heads of the model " * 30)
@@ -153,6 +152,7 @@ def test_inspect_path(photo, text_model, tokenizer, tmp_path, capsys):
     command = ["inspect", str(tmp_path / "text"), "the heads", "--out", str(tmp_path / "two")]
     assert main([*command, "--processor", str(tmp_path / "tokenizer"), "--trust-remote-code"]) == 0
     assert (tmp_path / "two/layers.md").read_text() in capsys.readouterr().out
+    assert not (tmp_path / "two/decay.png").exists()
     (tmp_path / "tokenizer/tokenizer_config.json").write_text("[]")
     assert main([*command, "--processor", str(tmp_path / "tokenizer")]) == 1
 

@@ -118,9 +118,12 @@ class TestKernels(KernelTests):
         torch.library.opcheck(tssa_triton.tssa_step_triton, tuple(step))
 
 
+FAST = "test_padding and (decay or bidirectional) or test_low_precision and causal"
+
+
 @needs_triton
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="TestKernels runs in this process")
-@pytest.mark.parametrize("tests", ["test_padding or test_low_precision", pytest.param("TestKernels", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tests", [FAST, pytest.param("TestKernels", marks=pytest.mark.slow)])
 def test_kernels_in_the_interpreter(tests):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", f"TestKernels and ({tests})"]
     command += [str(Path(__file__).with_name(name)) for name in ("test_triton.py", "test_triton_check.py")]
@@ -156,7 +159,7 @@ class CompiledForGPU:
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED or ON_GPU, reason="the interpreter compiles nothing; on a GPU the kernels run")
-@pytest.mark.parametrize("with_options", [False, True])
+@pytest.mark.parametrize("with_options", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_kernels_compile_for_a_gpu(with_options, monkeypatch, tmp_path):
     """The bidirectional form without optional arguments, the causal form with all of them, and the step."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
