@@ -1,5 +1,6 @@
 """Shared fixtures and small models; the network is limited to loopback."""
 
+import gc
 import os
 import socket
 import sys
@@ -19,6 +20,12 @@ import tost_hf
 
 collect_ignore = ["vllm"]  # has its own environment: make test-vllm
 sys.modules["vllm"] = None  # otherwise that folder, beside this file, would be imported as the package
+
+
+def pytest_collection_finish():
+    """Excludes what has been imported from garbage collections: each run of Trainer starts one, which would take a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -24,10 +24,11 @@ CARD = "---\nlicense: apache-2.0\n---\n\nA model for tests.\n"
 
 # Imports once, then forks for each request, because the imports take seconds.
 WORKER = """
-import json, os, signal, sys, traceback
+import gc, json, os, signal, sys, traceback
 import torch, transformers
 from transformers import AutoImageProcessor, AutoTokenizer, GenerationMixin, PreTrainedTokenizerFast, pipeline  # slow imports
 {preload}
+gc.freeze()  # or each run of Trainer would look for garbage in all that is imported
 for line in sys.stdin:
     request = json.loads(line)
     if "wait" in request:

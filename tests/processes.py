@@ -1,5 +1,6 @@
 """Runs test cases in several processes connected by gloo and collects what each process returns."""
 
+import gc
 import json
 import os
 import traceback
@@ -28,6 +29,7 @@ def run_cases(cases, names: list[str], processes: int, folder) -> dict[str, list
 
 
 def _run_process(rank: int, cases, names: list[str], processes: int, folder: str) -> None:
+    gc.freeze()  # or each run of Trainer would look for garbage in all that is imported
     torch.set_num_threads(1)
     os.environ["TOST_TEST_MODELS"] = folder  # the fork server may have started before it was set
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)

@@ -6,7 +6,6 @@ No speed is asserted, so that the tests do not depend on the machine.
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -184,6 +183,11 @@ def test_benchmark_runs(tmp_path, folders, monkeypatch, name, arguments, count):
     assert len(records) == len(set(cases)) == count
 
 
+def test_workloads_of_two_commits():
+    for run_workload in compare.make_workloads("cpu", batch=2, tokens=8, width=64, layers=1).values():
+        run_workload()
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_decode(tmp_path, monkeypatch, static):
     """The sizes of caches, which are published; of a folder, that which `state_bytes` says."""
@@ -201,17 +205,3 @@ def test_decode(tmp_path, monkeypatch, static):
         expected = {"ToST": 4 * (3 * 128 + 2 * 2), "GPT-2": 4 * 2 * 128 * slots, "model": state_bytes(config).in_memory}
         assert size == int(batch) * expected[name], (name, batch, position)
     assert {"ms a step", "tokens/s", "GPT-2 / this"} <= {record["metric"] for record in records}
-
-
-@pytest.mark.slow
-def test_compare(monkeypatch, capfd):
-    """Each commit's package is imported from its own folder; the temporary worktree is removed."""
-    git = ["git", "-C", str(compare.ROOT), "worktree", "list"]
-    if shutil.which("git") is None or subprocess.run(git, capture_output=True).returncode:
-        pytest.skip("no git repository")
-    worktrees = subprocess.check_output(git)
-    monkeypatch.setattr(compare, "MAX_RATIO", float("inf"))
-    args = ["HEAD", "--device", "cpu", "--repeats", "1", "--batch", "1", "--tokens", "8", "--width", "64", "--layers", "1"]
-    assert compare.main(args) == 0
-    assert capfd.readouterr().out.count(" step |") == 2
-    assert subprocess.check_output(git) == worktrees
