@@ -29,11 +29,7 @@ HEADS = {
 }
 IMAGE_HEADS = [head for head in HEADS if head.startswith("image")]
 # ToSTTrainer computes losses as Trainer does, ToSTVisionTrainer does not
-CASES = [
-    *(f"{head}, Trainer" for head in HEADS if head not in IMAGE_HEADS[1:]),
-    "causal, Trainer, smoothed",
-    "causal, ToSTTrainer",
-]
+CASES = [*(f"{head}, Trainer" for head in HEADS), "causal, Trainer, smoothed", "causal, ToSTTrainer"]
 CASES += [f"{head}, ToSTVisionTrainer" for head in IMAGE_HEADS]
 
 

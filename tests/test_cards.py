@@ -209,7 +209,6 @@ def test_damaged_files(trained_folder, capsys, name, content):
         assert cli.main([command, str(trained_folder)]) == 1
         error = capsys.readouterr().err
         assert error.startswith("tost-hf: error: ") and str(trained_folder / name) in error
-        assert "JSON object" in error or content != "[]"
     assert not (trained_folder / "README.md").exists()
 
 

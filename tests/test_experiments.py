@@ -125,27 +125,26 @@ def data(tmp_path_factory) -> dict[str, str]:
     return {name: str(folder / name) for name in ("images", "text")}
 
 
-RUNS = [  # a benchmark, its arguments at toy size, the number of its records, and whether it takes long
-    ("ablations", "--images images --head_dims 16 64", 15, True),
-    ("compare_vision", "--images images", 9, False),
-    ("interactions", "--images images --text text --test_texts 2", 18, True),
-    ("locality", "--models ToST --tasks majority --length 16 --batch 2", 2, False),
-    ("long_context", "--text text --length 64", 9, False),
-    ("observations", "--images images --text text --test_images 3 --test_texts 2", 160, False),
-    ("recall", "--pairs 2 4 --models ToST Mamba-2", 8, False),
-    ("tightness", "--images images --text text --test_images 3 --test_texts 2 --every 2", 34, True),
-]
+RUNS = {  # arguments of a benchmark at toy size, and the number of its records
+    "ablations": ("--images images --head_dims 16 64", 15),
+    "compare_vision": ("--images images", 9),
+    "interactions": ("--images images --text text --test_texts 2", 18),
+    "locality": ("--models ToST --tasks majority --length 16 --batch 2", 2),
+    "long_context": ("--text text --length 64", 9),
+    "observations": ("--images images --text text --test_images 3 --test_texts 2", 160),
+    "recall": ("--pairs 2 4 --models ToST Mamba-2", 8),
+    "tightness": ("--images images --text text --test_images 3 --test_texts 2 --every 2", 34),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "count"), [pytest.param(*x[:3], marks=[pytest.mark.slow] * x[3], id=x[0]) for x in RUNS]
-)
-def test_benchmark_runs(tmp_path, monkeypatch, data, name, arguments, count):
+@pytest.mark.parametrize("name", RUNS)
+def test_benchmark_runs(tmp_path, monkeypatch, data, name):
     small = {(synthetic, "TOKENS"): 64, (synthetic, "TEST_BATCHES"): 1, (interactions, "LOCAL_PERCENTAGES"): (50,)}
     small |= {(interactions, "WORD_WINDOWS"): (1, 4)}
     small |= {(long_context, constant): 16 for constant in ("TRAINING_LENGTH", "CHUNK", "FIRST_RANGE")}
     for (module, constant), value in small.items():
         monkeypatch.setattr(module, constant, value)
+    arguments, count = RUNS[name]
     records = run(name, tmp_path, "--seeds", "0", "--learning_rates", "1e-3", *(data.get(x, x) for x in arguments.split()))
     assert len(records) == len({(x["task"], x["model"], x["metric"]) for x in records}) == count
     assert not any(folder in x["command"] for x in records for folder in data.values())

@@ -254,7 +254,9 @@ def test_generate_compiles_decoding_once(model, tokens):
     assert counter.graphs == 1 + (SLIDING in model.config.layer_types)  # transformers has another one for a full window
 
 
-@pytest.mark.parametrize("model", COMPILED[1:2], ids=name_options, indirect=True)
+@pytest.mark.parametrize(
+    "model", [COMPILED[1], pytest.param(COMPILED[2], marks=pytest.mark.slow)], ids=name_options, indirect=True
+)
 def test_compiled_training_gives_the_same_gradients(model, tokens):
     torch._dynamo.reset()
     gradients = []

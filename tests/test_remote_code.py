@@ -116,7 +116,7 @@ assert generator("import", max_new_tokens=3, do_sample=False)[0]["generated_text
 
 def test_config_cache_and_pipeline(bare_clients, published):
     published("AutoModelForCausalLM")
-    bare_clients.run(CHECK_LANGUAGE_MODEL, "tost/AutoModelForCausalLM").check()
+    bare_clients.run(CHECK_LANGUAGE_MODEL, "tost/AutoModelForCausalLM", TOST_HF_BACKEND="torch").check()
 
 
 SAVE_AND_PUSH = """

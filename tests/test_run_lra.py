@@ -136,7 +136,7 @@ def test_parameter_counts_of_the_page():
 
 @pytest.mark.parametrize(
     ("task", "attention"),
-    [("text", "tost"), pytest.param("pathfinder", "tost", marks=pytest.mark.slow), ("retrieval", "softmax")],
+    [("text", "tost"), ("pathfinder", "tost"), ("retrieval", "softmax")],
 )
 def test_training_on_the_tasks(tmp_path, lra_args, task, attention):
     """One of them with the options beyond the paper."""
@@ -156,7 +156,6 @@ def test_training_on_the_tasks(tmp_path, lra_args, task, attention):
         assert (model.config.decay_type, model.config.pooling) == ("token" if options else "none", "mean")
 
 
-@pytest.mark.slow
 def test_run_resumes(tmp_path, lra_args):
     """From its last checkpoint, with the same losses, for a baseline model, which is defined in this folder only."""
     args = lra_args(attention="linear", max_steps=4, save_steps=2, eval_strategy="no")
@@ -177,7 +176,6 @@ def test_readme_commands_of_the_full_runs(command):
     assert training.do_train and training.max_steps >= 25_000 and training.task in lra_models.PRESETS
 
 
-@pytest.mark.slow
 def test_small_comparison(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lra, "EXAMPLES", {"train": 20, "test": 10})
     folders = ["--data", str(tmp_path / "data"), "--results", str(tmp_path / "results")]
