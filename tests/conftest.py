@@ -22,8 +22,9 @@ collect_ignore = ["vllm"]  # has its own environment: make test-vllm
 sys.modules["vllm"] = None  # otherwise that folder, beside this file, would be imported as the package
 
 
-def pytest_collection_finish():
-    """Excludes what has been imported from garbage collections: each run of Trainer starts one, which would take a second."""
+@pytest.fixture(autouse=True, scope="module")
+def freeze_objects():
+    """Excludes what is imported so far from garbage collections: each run of Trainer starts one, which would take a second."""
     gc.collect()
     gc.freeze()
 
