@@ -163,10 +163,14 @@ def test_evaluation_of_earlier_weights_is_not_reported(bare_folder):
     assert "| loss | 3.25 |" in section(card, "Evaluation") and "model-index" not in metadata(card)  # no data set is known
 
 
-def test_local_names_are_not_ids(trained_folder):
-    write_json(trained_folder / "run_arguments.json", {"dataset_name": "/data/photos", "model_name_or_path": "my-tost"})
+def test_local_names_are_not_ids_and_paths_are_shortened(trained_folder):
+    command = {"command": "python x.py --data /home/me/photos"}
+    run = command | {"dataset_name": "/home/me/photos", "model_name_or_path": "my-tost"}
+    write_json(trained_folder / "run_arguments.json", run)
+    write_json(trained_folder / "evaluation.json", {"results": [RESULT | command]})
     card = build_card(trained_folder)
-    assert not {"datasets", "base_model"} & metadata(card).keys() and "/data" not in card.text
+    assert not {"datasets", "base_model"} & metadata(card).keys()
+    assert "/home" not in str(card) and card.text.count("--data photos") == 2
 
 
 def test_tables_of_results(bare_folder):
