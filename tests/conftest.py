@@ -27,6 +27,8 @@ def freeze_objects():
     """Excludes what is imported so far from garbage collections: each run of Trainer starts one, which would take a second."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
