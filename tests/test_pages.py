@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import cache
 from importlib.util import find_spec
@@ -41,22 +40,8 @@ PAGES = (
     *GUIDES,
 )
 WORKFLOWS = tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / ".github/workflows").glob("*.yml")))
-EXTERNAL_PROGRAMS = {  # their options are not checked
-    "accelerate",
-    "bash",
-    "cd",
-    "curl",
-    "export",
-    "git",
-    "hf",
-    "kill",
-    "lm_eval",
-    "pre-commit",
-    "source",
-    "transformers",
-    "uv",
-    "vllm",
-}
+# their options are not checked
+EXTERNAL_PROGRAMS = set("accelerate bash cd curl export git hf kill lm_eval pre-commit source transformers uv vllm".split())
 
 
 def read_page(name: str) -> str:
@@ -217,19 +202,10 @@ def test_commands_and_options_exist(name, words):
 
 
 def test_wrong_commands_are_rejected():
-    for words in (
-        ["python", "examples/none.py"],
-        ["python", "examples/demo.py", "--output-folder", "x"],
-        ["python", "examples/benchmarks/run.py", "decode", "--speed", "1"],
-        ["tost-hf", "publish", "x", "--licence", "mit"],
-        ["tost-hf", "serve", "x", "--doors", "8000"],
-        ["make", "coffee"],
-        ["make", "compare", "MILK=1"],
-        ["pip", "install", "-e", ".[audio]"],
-    ):
+    wrong = "python examples/none.py; python examples/demo.py --output-folder x; tost-hf publish x --licence mit; make coffee"
+    for words in commands(wrong):
         with pytest.raises(AssertionError):
             CHECKS[words[0]](words[1:])
-    assert commands("a b \\\n  c 'd\ne' # f\n# g\nh & i|j;k") == [["a", "b", "c", "d\ne"], ["h"], ["i"], ["j"], ["k"]]
 
 
 def test_outputs_are_ignored_by_git():
@@ -258,30 +234,22 @@ def test_mentioned_files_exist(name):
         assert (ROOT / path).exists(), path
 
 
-def sentences_of_string(node: ast.expr) -> Iterator[str]:
-    """Regular expressions of the first sentence of a string, the first two, ..., all; spaces stand for any white space."""
-    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-    texts = [part.value if isinstance(part, ast.Constant) else "\0" for part in parts]
-    if all(isinstance(text, str) for text in texts):
-        sentences = re.split(r"(?<=\.) ", " ".join(re.sub("%[sd]", "\0", "".join(texts)).split()))
-        for i in range(len(sentences)):
-            yield re.escape(" ".join(sentences[: i + 1])).replace("\0", "(.+)")
-
-
 @cache
-def message_templates() -> list[re.Pattern]:
-    """The strings of the package with at least three words, and those of transformers for an unknown type of model."""
+def message_parts() -> list[str]:
+    """Sentences of at least three words, and parts of them, in strings of the package and of transformers' AutoConfig."""
     files = [*(ROOT / "src/tost_hf").rglob("*.py"), Path(inspect.getfile(AutoConfig))]
     nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text())))
-    strings = (node for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr))
-    templates = {template for node in strings for template in sentences_of_string(node)}
-    return [re.compile(template) for template in templates if len(re.findall(r"[a-z]{2,}", template)) > 2]
+    strings = (" ".join(node.value.split()) for node in nodes if isinstance(node, ast.Constant) and type(node.value) is str)
+    parts = {part for string in strings for part in re.split(r"(?<=\.) |%[sd]", string)}
+    return sorted((part for part in parts if len(part.split()) > 2), key=len, reverse=True)
 
 
-def occurs_in_source(message: str) -> bool:
-    """Whether the source has these sentences; so must it have long formatted parts of them."""
-    matches = filter(None, (template.fullmatch(message) for template in message_templates()))
-    return any(all(len(part.split()) < 8 or occurs_in_source(part) for part in match.groups()) for match in matches)
+def fraction_in_source(message: str) -> float:
+    """The fraction of a message's words that occur in such parts; the others are values."""
+    rest = message
+    for part in message_parts():
+        rest = rest.replace(part, " ")
+    return 1 - len(rest.split()) / len(message.split())
 
 
 QUOTES = re.findall(r"^> (?:[\w.]+: )?(.*)$", read_page("examples/guides/troubleshooting.md"), re.MULTILINE)
@@ -289,13 +257,12 @@ QUOTES = re.findall(r"^> (?:[\w.]+: )?(.*)$", read_page("examples/guides/trouble
 
 @pytest.mark.parametrize("message", [quote for quote in QUOTES if quote != "CUDA out of memory."])  # torch's
 def test_quoted_messages_occur_in_source(message):
-    assert occurs_in_source(message)
+    assert fraction_in_source(message) > 0.45
 
 
-def test_wrong_quotes_are_found():
-    for right, wrong in (("shape", "form"), ("numba", "numpy")):  # in a message; in a formatted part of one
-        (quote, *_) = (quote for quote in QUOTES if right in quote)
-        assert not occurs_in_source(quote.replace(right, wrong, 1))
+def test_a_wrong_quote_is_found():
+    (quote,) = (quote for quote in QUOTES if "must have shape" in quote)
+    assert fraction_in_source(quote.replace("shape", "form")) < 0.45
 
 
 def anchors(name: str) -> set[str]:
@@ -313,16 +280,6 @@ def test_links_resolve(name):
         assert not anchor or anchor in anchors(str(path.relative_to(ROOT))), f"{target}#{anchor}"
 
 
-@pytest.mark.parametrize("name", ["bug", "question"])
-def test_issue_templates(name):
-    """The keys that GitHub requires of a form."""
-    form = yaml.safe_load(read_page(f".github/ISSUE_TEMPLATE/{name}.yml"))
-    assert {"name", "description", "body"} <= form.keys()
-    for element in form["body"]:
-        attributes = element["attributes"]
-        assert attributes["value"] if element["type"] == "markdown" else attributes["label"]
-
-
 @pytest.mark.parametrize("name", ["ToSTConfig", "ToSTVisionConfig", "ToSTTrainingArguments"])
 def test_api_pages_show_types_and_defaults(name):
     griffe = pytest.importorskip("griffe")
@@ -334,11 +291,6 @@ def test_api_pages_show_types_and_defaults(name):
     for field in vars(getattr(tost_hf, name))["__annotations__"].keys() & fields:
         if not field.startswith("_"):
             assert parameters[field].annotation is not None and parameters[field].default is not None, field
-
-
-def test_ruff_versions_match():
-    (pinned,) = re.findall(r"^ruff==(.*)$", read_page("tests/constraints.txt"), re.MULTILINE)
-    assert f"rev: v{pinned}\n" in read_page(".pre-commit-config.yaml")
 
 
 @pytest.mark.parametrize("name", ["README.md", *GUIDES, *(name for name in PAGES if "benchmarks" in name)])
