@@ -152,5 +152,5 @@ def test_run_clm_pushes(hub, tmp_path):
     assert set(hub.files("tost/clm")) >= MODEL
     card = ModelCard(hub.files("tost/clm")["README.md"].decode())
     assert card.data.pipeline_tag == "text-generation"
-    assert "python examples/run_clm.py --config_name tost-base" in card.text
+    assert "python examples/run_clm.py \\\n    --config_name tost-base" in card.text
     assert not any(hub.token.encode() in data for data in hub.files("tost/clm").values())
