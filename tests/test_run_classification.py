@@ -87,6 +87,7 @@ def test_training_evaluation_and_pipeline(tmp_path, review_args, capsys, caplog)
     assert load_file(out / "model.safetensors")["score.weight"].dtype == torch.bfloat16
     test = reviews(12, 64)
     classify = pipeline("text-classification", model=str(out))
+    assert classify.model.dtype == torch.float32
     guesses = [guess["label"] for guess in classify(test["text"])]
     accuracy = sum(guess == NAMES[label] for guess, label in zip(guesses, test["label"])) / 12
     assert results(out) == {"Accuracy": pytest.approx(accuracy), "Baseline: accuracy of the most frequent class": 0.5}

@@ -52,7 +52,7 @@ def test_results_of_the_readme():
 
 
 def test_language_model_generates_and_has_the_recorded_loss():
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(BOOKS, dtype=torch.float32), AutoTokenizer.from_pretrained(BOOKS)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(BOOKS), AutoTokenizer.from_pretrained(BOOKS)
     prompt = "It was a dark night, and"
     tokens = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=20, do_sample=False)
     text = tokenizer.decode(tokens[0], skip_special_tokens=True)
@@ -70,7 +70,7 @@ def test_language_model_generates_and_has_the_recorded_loss():
 
 def test_prompts_of_a_batch_are_continued_as_alone():
     """By a pipeline, which pads them: the tokenizer has a token for that, and the configurations have its id."""
-    write = pipeline("text-generation", model=str(BOOKS), dtype=torch.float32)
+    write = pipeline("text-generation", model=str(BOOKS))
     ids = (write.tokenizer.pad_token_id, write.model.config.pad_token_id, write.model.generation_config.pad_token_id)
     assert ids == (0, 0, 0)
     prompts = ["It was a dark night, and", "The", "She told the old man that he should not go there any more, because"]
@@ -79,7 +79,7 @@ def test_prompts_of_a_batch_are_continued_as_alone():
 
 
 def test_three_best_classes_of_the_readme():
-    model, processor = AutoModelForImageClassification.from_pretrained(CIFAR, dtype=torch.float32), load_processor(CIFAR)
+    model, processor = AutoModelForImageClassification.from_pretrained(CIFAR), load_processor(CIFAR)
     table = (TRAINED.parent / "README.md").read_text().partition("| photograph | three best classes |")[2].partition("\n\n")[0]
     rows = re.findall(r"\| (\w+) \| (\w+) (\d+) %, (\w+) (\d+) %, (\w+) (\d+) % \|", table)
     assert {row[0] for row in rows} == {file.stem for file in (ROOT / "examples/photos").glob("*.jpg")}
@@ -95,7 +95,7 @@ def test_three_best_classes_of_the_readme():
 
 def test_sentences_of_the_readme():
     """Their given and their predicted sentiment, and that reviews of any length have the same sentiment in a padded batch."""
-    classify = pipeline("text-classification", model=str(REVIEWS), dtype=torch.float32)
+    classify = pipeline("text-classification", model=str(REVIEWS))
     rows = re.findall(r"\| (.+) \| (pos|neg) \| (pos|neg) (\d+) % \|", (TRAINED.parent / "README.md").read_text())
     assert len(rows) == 12 and all(given == predicted for _, given, predicted, _ in rows[:6])  # the other six are hard
     sentences = [row[0] for row in rows]
