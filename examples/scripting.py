@@ -131,7 +131,7 @@ class _Parser(HfArgumentParser):
         raise ValueError(f"{message}; --help lists the arguments.")
 
     def parse_known_args(self, args=None, namespace=None):
-        """Replaces defaults of Trainer: 50 losses and ten checkpoints, of which two and the best are kept.
+        """Replaces defaults of Trainer: 50 losses and ten checkpoints, the last two kept (and the best, if loaded).
 
         With --do_eval, evaluation is before training and after each epoch.
         """

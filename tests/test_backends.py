@@ -115,7 +115,7 @@ def test_without_numba(monkeypatch):
     monkeypatch.setattr(tssa_cpu, "numba", None)
     monkeypatch.setattr(tssa_cpu, "_import_error", ImportError("No module named 'numba'"), raising=False)
     _warn_of_fallback.cache_clear()
-    with pytest.warns(UserWarning, match=r"No module named 'numba'.*pip install \"tost-hf\[cpu\]\"") as warnings:
+    with pytest.warns(UserWarning, match=r"No module named 'numba'.*pip install numba") as warnings:
         outputs = [tssa(w, temp), tssa(w, temp), tssa(w, temp, causal=False)]
         tssa_step(w[:, 0], temp)
     assert count_warnings(warnings, "No module named 'numba'") == 1

@@ -70,12 +70,14 @@ def test_table_of_the_readme_equals_records():
         (("ToST conv token", "GPT-2"), vllm),
         (("ToST", "ViT"), image | {"pixels": 1024}),
         (("ToST", "BERT"), review | {"tokens": 3000}),
-        (("ToST hybrid", "GPT-2 conv"), trained),
+        (("ToST conv token", "GPT-2 conv"), trained),
         (small, decoding | {"position": 10, "metric": "ms a step"}),
         (("ToST", "ViT"), image | {"pixels": 96}),
         (("ToST", "BERT"), review | {"tokens": 200}),
         (("ToST", "GPT-2"), trained),
-        (("ToST hybrid", "Mamba-2"), trained),
+        (("ToST conv token", "Mamba-2"), trained),
+        (("ToST conv token", "ToST conv, no statistics"), trained),
+        (("tost-imdb-2m", "TF-IDF"), review | {"tokens": "all", "metric": "accuracy"}),
         (("ToST", "GPT-2"), recall),
     ]
     table = re.search(r"^(\|.*\n)+", (BENCHMARKS.parents[1] / "README.md").read_text(), re.MULTILINE)[0].splitlines()[2:]

@@ -1,6 +1,6 @@
 # Copyright 2026 the tost_hf authors. Licensed under the Apache License, Version 2.0.
 """Exports: which models transformers' exporters export to which formats (`exports`), and the drift of a float32
-recurrent state (`exported_state`). Both need `pip install "tost-hf[export]"`, the first also openvino and executorch for their
+recurrent state (`exported_state`). Both need `pip install -e ".[export]"`, the first also openvino and executorch for their
 formats.
 """
 

@@ -1070,7 +1070,7 @@ convolve = _make_operator(
 def find_problem(device: torch.device, dtype: torch.dtype, *args) -> str | None:
     """Why the kernels cannot run for a dtype on a device; None if they can. `args` are those of the Triton kernels."""
     if numba is None:
-        return f'numba cannot be imported ({_import_error}): pip install "tost-hf[cpu]"'
+        return f"numba cannot be imported ({_import_error}): pip install numba"
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return "NUMBA_DISABLE_JIT is set, so that numba compiles no kernels"
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16, torch.float16):
