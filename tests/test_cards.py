@@ -39,7 +39,7 @@ RECORDS = {
         **{"eval_samples": 2048, "eval_runtime": 77.7},
     },
     "evaluation.json": {"results": [RESULT | FURTHER]},
-    "run_arguments.json": RUN | {"command": "python examples/run_clm.py --do_train"},
+    "run_arguments.json": RUN | {"command": "python x.py --do_train --note 'a --b'"},
 }
 
 
@@ -124,7 +124,8 @@ def test_metadata_and_model_index(trained_folder):
     training_metrics = {(x.metric_type, x.metric_value, x.dataset_type, x.dataset_config) for x in training_results}
     values = {"loss": 1.53125, "accuracy": 0.4375, "perplexity": 4.625}
     assert training_metrics == {(*metric, "me/letters", "small") for metric in values.items()}
-    assert "![Loss by step](curves.png)" in section(card, "Training")
+    training = section(card, "Training")
+    assert "![Loss by step](curves.png)" in training and "python x.py \\\n    --do_train \\\n    --note 'a --b'\n" in training
 
 
 def test_parameters_and_state_are_those_of_the_model(bare_folder, labeled_folder):

@@ -73,6 +73,7 @@ def build_card(
         raise ValueError(f"There is no model card for the architecture {class_name!r}; it cannot be published.")
     auto_class, pipeline_tag = TASKS[class_name]
     results, is_vision, name = read_results(folder), config.model_type == "tost_vision", full_name.rpartition("/")[2]
+    commands = dict.fromkeys(filter(None, ((x.metric_args or {}).get("command") for x in results.evaluation)))
     with name_file_in_errors(folder / CONFIG_NAME):
         description = describe(config)
     return ModelCard.from_template(
@@ -85,9 +86,10 @@ def build_card(
         beyond_paper=[option for option in config.options() if option in BEYOND_PAPER],
         description=make_markdown_table(("model", class_name), description.items()),
         evaluation=_describe_evaluation(results.evaluation),
-        commands="\n".join(dict.fromkeys(filter(None, ((x.metric_args or {}).get("command") for x in results.evaluation)))),
+        commands=_break_lines("\n".join(commands)),
         training_evaluation=make_markdown_table(("metric", "value"), results.metrics.items()).replace("_", " "),
         run=results.run_arguments,
+        run_command=_break_lines(results.run_arguments.get("command", "")),
         training=make_markdown_table(("training", "value"), results.training.items()).replace("_", " "),
         curves=CURVES if (folder / CURVES).is_file() else None,
         source=json.dumps(full_name) + (f", revision={json.dumps(revision)}" if revision else ""),
@@ -115,6 +117,11 @@ def complete_card(folder: Path, repo_id: str, *, license: str | None = None, rev
     loading = rf'from_pretrained\((\s*)(?:{re.escape(json.dumps(name))}|{re.escape(json.dumps(repo_id))})(, revision="[^"]*")?'
     pin = f", revision={json.dumps(revision)}" if revision else None  # or as it is
     return re.sub(loading, lambda match: f"from_pretrained({match[1]}{json.dumps(repo_id)}{pin or match[2] or ''}", text)
+
+
+def _break_lines(commands: str) -> str:
+    """Shell commands with each option on a line of its own; quoted arguments stay as they are."""
+    return re.sub(r"('[^']*'|\"[^\"]*\")| (?=--)", lambda match: match[1] or " \\\n    ", commands)
 
 
 def check_card(path: Path, license: str | None = None) -> ModelCard:
