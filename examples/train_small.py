@@ -170,7 +170,7 @@ def evaluate(dataset_name: str, folder: str, context: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = list(itertools.chain.from_iterable(tokenize(source.examples["text"], tokenizer)))
     loss = bigram_loss(tokenize(load_dataset(dataset_name, split="train")["text"], tokenizer), [tokens], len(tokenizer))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
     protocol = "bigrams of the training tokens, interpolated with unigrams (Witten-Bell); no neural network"
     measurements = [
         Measurement("loss", "Baseline: loss of bigrams, nats per token", loss, len(source.examples), protocol),
@@ -219,7 +219,7 @@ def tokenize(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> It
 @torch.no_grad()
 def sample_section(folder: str) -> str:
     """A section for the card: one continuation of the prompt for each seed."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     samples = []
     for seed in SEEDS:
         torch.manual_seed(seed)

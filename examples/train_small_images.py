@@ -131,7 +131,7 @@ def evaluate(images: str, folder: str, splits: dict) -> tuple[list[int], list[in
     Returns:
         The labels and the predictions of the held-out images.
     """
-    model = AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForImageClassification.from_pretrained(folder).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     held_out = script.EvaluationImages(splits["validation"], ViTImageProcessorPil.from_pretrained(folder))
     predictions = predict(model, held_out, batch_size=64)[:, 0].tolist()
