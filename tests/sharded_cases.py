@@ -18,7 +18,7 @@ from tost_hf.training.checkpoints import choose_checkpoint
 from tost_hf.training.streams import PackedStream, collate_blocks
 
 
-STEPS, EQUAL_STEPS, BATCH = 20, 6, 8
+STEPS, EQUAL_STEPS, BATCH = 20, 10, 8
 ON_CPUS = ["ddp", "cp", "ddp and cp"]
 PARALLELISMS = [*ON_CPUS, "fsdp2", "tp"]
 # combinations with another model, kind of data or way to compute: "PARALLELISM, VARIANT"

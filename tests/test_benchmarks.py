@@ -13,6 +13,7 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Image, Value
 from image_runs import NAMES, digit_pictures, tiny_vision_model
+from transformers import ViTConfig, ViTForImageClassification, pipeline
 
 
 BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
@@ -32,6 +33,7 @@ from records import ORIGIN_COLUMNS, RESULTS, VALUE_COLUMNS, read_records, select
 
 from tost_hf import ToSTConfig, ToSTForSequenceClassification  # noqa: E402
 from tost_hf.cache_files import state_bytes  # noqa: E402
+from tost_hf.image_processing import make_image_processor  # noqa: E402
 
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is measured on Linux only")
@@ -133,18 +135,14 @@ def test_classes_of_texts_are_in_their_order():
 
 @pytest.fixture
 def folders(tmp_path) -> dict[str, Path]:
-    """Labeled texts and pictures, and small classifiers of them."""
+    """Labeled texts, and a small classifier of texts."""
     text = {"text": ["bad film", "good film"] * 9, "label": [0, 1] * 9}
     features = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "pos"])})
     for split in ("train", "test"):
         Dataset.from_dict(text, features).to_parquet(tmp_path / f"texts/{split}.parquet")
-    pictures, numbers = zip(*digit_pictures(9))
-    features = Features({"image": Image(), "label": ClassLabel(names=NAMES)})
-    Dataset.from_dict({"image": pictures, "label": numbers}, features).to_parquet(tmp_path / "pictures.parquet")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
     ToSTForSequenceClassification(ToSTConfig(**sizes, is_causal=False)).save_pretrained(tmp_path / "classifier")
-    tiny_vision_model(id2label=dict(enumerate(NAMES))).save_pretrained(tmp_path / "vision")
-    return {name: tmp_path / name for name in ("texts", "pictures.parquet", "classifier", "vision")}
+    return {name: tmp_path / name for name in ("texts", "classifier")}
 
 
 RUNS = [  # a benchmark, its arguments at toy size, the number of its records, and whether it takes long
@@ -153,7 +151,6 @@ RUNS = [  # a benchmark, its arguments at toy size, the number of its records, a
     ("options", "", 40, True),
     ("resolution", "--sizes 32 64", 12, True),
     ("resolution", "--sizes 32 --training --preset tiny", 17, False),
-    ("resolution", "--sizes 16 24 --folders vision --photographs pictures.parquet", 6, False),
     ("scaling", "--tokens 16 32 64 --softmax_limit 32", 13, True),
     ("text_classification", "--model classifier --lengths 8 600", 30, True),
     ("text_classification", "--dataset texts", 8, False),
@@ -187,6 +184,31 @@ def test_benchmark_runs(tmp_path, folders, monkeypatch, name, arguments, count):
 def test_workloads_of_two_commits():
     for run_workload in compare.make_workloads("cpu", batch=2, tokens=8, width=64, layers=1).values():
         run_workload()
+
+
+def test_trained_classifiers_at_other_sizes(tmp_path):
+    """Their accuracy is that of their pipelines with images of the size, whatever the order of their classes."""
+    pictures = digit_pictures(30)
+    features = Features({"image": Image(), "label": ClassLabel(names=NAMES)})
+    examples = {"image": [picture for picture, _ in pictures], "label": [number for _, number in pictures]}
+    Dataset.from_dict(examples, features=features).to_parquet(tmp_path / "digits.parquet")
+    names = NAMES[::-1]
+    labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+    model = tiny_vision_model(**labels)
+    model.save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, **labels)).save_pretrained(tmp_path / "vit")
+    folders = ["--folders", tmp_path / "model", tmp_path / "vit", "--photographs", tmp_path / "digits.parquet"]
+    records = run("resolution", tmp_path, *folders, "--sizes", 16, 24, "--repeats", 1)
+    cases = {(x["model"], x["pixels"], x["tokens"]) for x in records}
+    assert cases == {(name, *size) for name in ("model", "vit") for size in (("16", "16"), ("24", "36"))}
+    accuracies = {(x["model"], x["pixels"]): float(x["value"]) for x in records if x["metric"] == "accuracy"}
+    for side in (16, 24):
+        classify = pipeline("image-classification", model=model.eval(), image_processor=make_image_processor(side))
+        guesses = [guess[0]["label"] for guess in classify([picture for picture, _ in pictures])]
+        is_correct = [guess == NAMES[number] for guess, (_, number) in zip(guesses, pictures)]
+        assert accuracies["model", str(side)] == pytest.approx(statistics.mean(is_correct))
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -45,7 +45,7 @@ def test_losses_equal_those_of_one_process(trained, name):
     for option in ("checkpointing", "accumulation", "evaluated"):
         variant = variant.replace(option, "").strip()
     single, distributed = trained[0][variant], trained[1][name]
-    assert len(single["losses"]) == sharded_cases.EQUAL_STEPS and min(single["losses"]) < single["losses"][0] - 0.1
+    assert len(single["losses"]) == sharded_cases.EQUAL_STEPS and single["losses"][-1] < single["losses"][0] - 0.3
     for process in distributed:
         assert process["losses"] == pytest.approx(single["losses"], rel=0, abs=1e-5)
     fractions = {process["numel"] / single["numel"] for process in distributed}

@@ -65,8 +65,10 @@ def check_published_files(output: Path) -> dict[str, bytes]:
         torch.testing.assert_close(weight, float32[name].to(weight.dtype), rtol=0, atol=0)
     prepare_upload(output, output.with_name("upload"), "me/model", license="mit")
     files = contents(output.with_name("upload"))
-    for name, weight in load(files["model.safetensors"]).items():
-        assert weight.equal(stored[name].to(weight.dtype)), name
+    published = load(files["model.safetensors"])  # in the dtype of config.json, with the values of the stored weights
+    assert published.keys() == stored.keys()
+    for name, weight in published.items():
+        assert weight.dtype == float32[name].dtype and weight.equal(stored[name].to(weight.dtype)), name
     assert {"run_arguments.json", "evaluation.json", "trainer_state.json", training_runs.CURVES} <= files.keys()
     assert not [name for name, data in files.items() if str(output.parent).encode() in data]
     return files
