@@ -36,7 +36,8 @@ def test_files_of_the_trained_models(folder):
     card = (folder / "README.md").read_text()
     for name, value in read_evaluation(folder).items():
         assert name in card and f"{value:.6g}"[:6] in card
-    assert json.loads((folder / "config.json").read_text()).get("use_cache", True)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dtype"] == "float32" and config.get("use_cache", True)
     assert not list(folder.rglob("*.bin")) and not list(folder.rglob("*.pt"))
 
 
